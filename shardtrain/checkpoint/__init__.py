@@ -1,0 +1,1 @@
+"""Complete or absent: saving and restoring a state under any placement."""

@@ -1,0 +1,1 @@
+"""Token files, their preparation, and batches as a pure function of the cursor."""

@@ -1,0 +1,38 @@
+"""The `[data]` section.
+
+Owns: the keys, their types and their defaults. Does not own: reading, tokenizers, the cache.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DataConfig(BaseModel):
+    """What is learned from, and in what portions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    path: str = ""
+    """Text file, folder of text, JSONL, Parquet, or a prepared folder. "" = the source text of
+    Python's own standard library."""
+    tokenizer: str = "bytes"
+    """How text becomes tokens. bytes = one token a byte, 256 in all."""
+    sequence_length: int = Field(ge=1)
+    """Tokens predicted per sequence."""
+    batch_size: int = Field(ge=1)
+    """Sequences per step, over all devices."""
+    separate_documents: bool = True
+    """Whether documents in one sequence are hidden from each other. False = one stream."""
+    shuffle: bool = True
+    """Whether every epoch has an order of its own. False = file order."""
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
+    """Part of the documents kept for validation. 0 = none."""
+    cache: str = ""
+    """Folder for prepared tokens. "" = $SHARDTRAIN_CACHE, else the user's cache folder."""
+    prefetch: int = Field(2, ge=0)
+    """Batches read ahead of the step. 0 = none."""

@@ -1,0 +1,1 @@
+"""Models that name their axes and know no mesh."""

@@ -1,0 +1,91 @@
+"""The `[model]` section.
+
+Owns: the keys of each model type, their types and defaults, and the sizes that follow from them.
+Does not own: checks against other sections, nor the models.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TransformerConfig(BaseModel):
+    """A decoder-only transformer: GPT, Llama and BLOOM are choices of these keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    type: Literal["transformer"] = "transformer"
+    """Which model this is."""
+    num_layers: int = Field(ge=1)
+    """Blocks."""
+    embed_dim: int = Field(ge=1)
+    """Width of the residual stream."""
+    num_heads: int = Field(ge=1)
+    """Query heads."""
+    num_kv_heads: int = Field(0, ge=0)
+    """Key and value heads, each shared by a group of query heads. 0 = as many as query heads."""
+    head_dim: int = Field(0, ge=0)
+    """Width of one head. 0 = embed_dim / num_heads."""
+    mlp_dim: int = Field(0, ge=0)
+    """Width inside the MLP. 0 = 4 x embed_dim."""
+    vocab_size: int = Field(0, ge=0)
+    """Tokens. 0 = as many as the tokenizer has."""
+    vocab_multiple: int = Field(1, ge=1)
+    """Embedding rows are padded to a multiple of this; padding never gets probability."""
+    max_length: int = Field(0, ge=0)
+    """Rows of the learned position table, in tokens. 0 = data.sequence_length."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each half of a block and before the head."""
+    norm_bias: bool = True
+    """Whether a layernorm has a bias. rmsnorm never has one."""
+    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    """How a token knows its place: a learned table, rotations, or a slope on the scores."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotation wavelengths (position = "rope")."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
+    """Activation of the MLP; swiglu and geglu have a third matrix, the gate."""
+    bias: bool = True
+    """Whether the linear maps have biases."""
+    tied: bool = True
+    """Whether the output matrix is the embedding."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Fraction of activations dropped after the embedding and each half of a block."""
+    embed_norm: bool = False
+    """A normalisation right after the embedding, as BLOOM has it."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel. auto = cuDNN on a GPU where it applies, else XLA."""
+    layer_loop: Literal["auto", "scan", "unroll"] = "auto"
+    """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default resolved."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head, with the default resolved."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width inside the MLP, with the default resolved."""
+        return self.mlp_dim or 4 * self.embed_dim
+
+    def padded_vocab(self, vocab_size: int) -> int:
+        """Return the rows of the embedding for that many tokens.
+
+        Args:
+            vocab_size: Tokens that the data or the tokenizer has; `model.vocab_size` goes first.
+
+        Returns:
+            The rows, a multiple of `vocab_multiple`.
+        """
+        size = self.vocab_size or vocab_size
+        return -(-size // self.vocab_multiple) * self.vocab_multiple

@@ -1,0 +1,1 @@
+"""Pure functions that are fast: dense, attention, embedding, cross-entropy."""

@@ -1,0 +1,45 @@
+"""The `[optimizer]` section.
+
+Owns: the keys, their types and their defaults. Does not own: the optimizers and schedules.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class OptimizerConfig(BaseModel):
+    """How gradients become updates."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """Which optimizer."""
+    learning_rate: float = Field(gt=0.0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.1, ge=0.0)
+    """Decay of matrices and embeddings, times the learning rate. 0 = none."""
+    clip_norm: float = Field(1.0, ge=0.0)
+    """Largest global norm of the gradient. 0 = no clipping."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after the warm-up; wsd = stable, then a linear decay."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise to the peak. 0 = none."""
+    final_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    """Last learning rate as a part of the peak (not with schedule = "constant")."""
+    decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
+    """Part of all steps that the decay takes (schedule = "wsd")."""
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay rate of the first moment (adamw, adam, lion, muon's adamw part)."""
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    """Decay rate of the second moment (adamw, adam, lion, muon's adamw part)."""
+    epsilon: float = Field(1e-8, gt=0.0)
+    """Added to the root of the second moment (adamw, adam, muon's adamw part)."""
+    momentum: float = Field(0.9, ge=0.0, lt=1.0)
+    """Momentum (sgd, muon)."""

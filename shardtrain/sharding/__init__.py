@@ -1,0 +1,1 @@
+"""Mesh, rules and placement: names and tables; no model, no optimizer."""

@@ -1,0 +1,1 @@
+"""What a workload is: its batch, its loss terms, its metrics."""

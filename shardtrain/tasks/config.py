@@ -1,0 +1,25 @@
+"""The `[task]` section.
+
+Owns: the keys of each task type, their types and their defaults. Does not own: the tasks.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LanguageModelConfig(BaseModel):
+    """Predict the next token."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    type: Literal["language_model"] = "language_model"
+    """Which task this is."""
+    z_loss: float = Field(0.0, ge=0.0)
+    """Coefficient of the mean squared log of the softmax's denominator. 0 = off."""

@@ -1,0 +1,1 @@
+"""The run itself: state, step, loop, metrics, evaluation, generation."""

@@ -1,0 +1,1 @@
+"""Proof that a layout computes what one device computes."""
