@@ -1,0 +1,173 @@
+"""Attention: values and gradients against NumPy, documents kept apart, transforms, a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from shardtrain.ops import attention as module
+from shardtrain.ops.attention import attention
+from shardtrain.ops.dense import Phrasing
+from shardtrain.sharding.mesh import make_mesh
+from shardtrain.sharding.rules import compute_table, use_rules
+
+
+@pytest.fixture(autouse=True)
+def wide_types():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=[Phrasing(False, False), Phrasing(True, True)], ids=["whole", "blocks"])
+def phrased(request, monkeypatch):
+    """Both ways of cutting the work, with blocks small enough for several to fit."""
+    monkeypatch.setattr(module, "phrasing", lambda: request.param)
+    monkeypatch.setattr(module, "BLOCK", 4)
+    return request.param
+
+
+def inputs(length=9, batch=2, kv_heads=2, group=3, head_dim=5, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    wide = (batch, length, kv_heads, group, head_dim)
+    narrow = (batch, length, kv_heads, head_dim)
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in (wide, narrow, narrow, wide)]
+
+
+def documents(length, batch=2):
+    """Three documents a row, cut at other places in each row."""
+    rng = np.random.default_rng(1)
+    cuts = np.sort(rng.integers(0, length + 1, (batch, 2)), 1)
+    return jnp.asarray((np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1), jnp.int32)
+
+
+def slopes(kv_heads=2, group=3):
+    return jnp.asarray(np.linspace(0.1, 0.9, kv_heads * group).reshape(kv_heads, group))
+
+
+def naive(q, k, v, segments=None, alibi=None, causal=True):
+    """The definition, differentiable, whole matrices."""
+    length = q.shape[1]
+    scores = jnp.einsum("btngh,bsnh->bngts", q, k) / np.sqrt(q.shape[-1])
+    at = np.arange(length)
+    if alibi is not None:
+        scores = scores - alibi[:, :, None, None] * np.abs(at[:, None] - at)
+    seen = np.ones((q.shape[0], length, length), bool)
+    if causal:
+        seen &= at[:, None] >= at
+    if segments is not None:
+        segments = np.asarray(segments)
+        seen &= segments[:, :, None] == segments[:, None, :]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -np.inf), -1)
+    return jnp.einsum("bngts,bsnh->btngh", weights, v)
+
+
+def value_and_gradients(f, q, k, v, g):
+    out, back = jax.vjp(f, q, k, v)
+    return out, *back(g)
+
+
+def assert_near(got, want, bound):
+    # Relative to a thousandth of the largest where the true gradient is zero (one position).
+    floor = 1e-3 * max(np.abs(np.asarray(b, np.float64)).max() for b in want)
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= bound * max(np.abs(b).max(), floor)
+
+
+@pytest.mark.parametrize("length", [1, 4, 9, 16])
+@pytest.mark.parametrize("kind", ["plain", "documents", "alibi", "both", "bidirectional"])
+@pytest.mark.usefixtures("phrased")
+def test_value_and_gradients(length, kind):
+    q, k, v, g = inputs(length)
+    options = {}
+    if kind in ("documents", "both"):
+        options["segments"] = documents(length)
+    if kind in ("alibi", "both"):
+        options["alibi"] = slopes()
+    if kind == "bidirectional":
+        options["causal"] = False
+    got = value_and_gradients(lambda *a: attention(*a, **options), q, k, v, g)
+    want = value_and_gradients(lambda *a: naive(*a, **options), q, k, v, g)
+    assert_near(got, want, 1e-12)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 1), (1, 4), (2, 2)])
+@pytest.mark.usefixtures("phrased")
+def test_groups_of_query_heads(kv_heads, group):
+    args = inputs(6, kv_heads=kv_heads, group=group)
+    assert_near(value_and_gradients(attention, *args), value_and_gradients(naive, *args), 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 2e-6), (jnp.bfloat16, 2e-2)])
+@pytest.mark.usefixtures("phrased")
+def test_narrow_types(dtype, bound):
+    args = inputs(9, dtype=dtype)
+    got = value_and_gradients(attention, *args)
+    assert all(a.dtype == dtype for a in got)
+    wide = [jnp.asarray(a, np.float64) for a in args]
+    assert_near(got, value_and_gradients(naive, *wide), bound)
+
+
+@pytest.mark.usefixtures("phrased")
+def test_documents_do_not_see_each_other():
+    """O-25: altering document 1 changes nothing in document 2, to the bit."""
+    q, k, v, g = inputs(9)
+    segments = jnp.asarray(np.arange(9) >= 5, jnp.int32)[None].repeat(2, 0)
+    first = slice(0, 5)
+
+    def run(q, k, v):
+        return value_and_gradients(lambda *a: attention(*a, segments=segments), q, k, v, g)
+
+    before = run(q, k, v)
+    after = run(*(a.at[:, first].multiply(-3.0) for a in (q, k, v)))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a[:, 5:], b[:, 5:])
+        assert not np.array_equal(a[:, first], b[:, first])
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
+@pytest.mark.usefixtures("phrased")
+def test_under_transforms(transform):
+    q, k, v, g = inputs(9)
+    segments = documents(9)
+
+    def one(q, k, v, segments):
+        return attention(q[None], k[None], v[None], segments=segments[None], alibi=slopes())[0]
+
+    def f(q, k, v):
+        if transform == "vmap":
+            return jax.vmap(one)(q, k, v, segments)
+        if transform == "scan":
+            return jax.lax.scan(lambda c, row: (c, one(*row)), 0, (q, k, v, segments))[1]
+        whole = jax.checkpoint(lambda *a: attention(*a, segments=segments, alibi=slopes()))
+        return whole(q, k, v)
+
+    def definition(q, k, v):
+        return naive(q, k, v, segments, slopes())
+
+    got = jax.jit(lambda *a: value_and_gradients(f, *a))(q, k, v, g)
+    assert_near(got, value_and_gradients(definition, q, k, v, g), 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float64, 1e-12), (jnp.bfloat16, 2e-2)])
+def test_on_a_mesh(dtype, bound, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 4)
+    mesh = make_mesh(data=4, tensor=2)
+    q, k, v, g = inputs(9, batch=8, dtype=dtype)
+    segments = documents(9, 8)
+    want = value_and_gradients(
+        lambda *a: naive(*a, segments), *(jnp.asarray(a, np.float64) for a in (q, k, v, g))
+    )
+    with use_rules(compute_table(), mesh) as active:
+        wide = NamedSharding(mesh, active.spec("batch", "length", "kv_heads", None, None))
+        narrow = NamedSharding(mesh, active.spec("batch", "length", "kv_heads", None))
+        placed = [jax.device_put(a, wide if a.ndim == 5 else narrow) for a in (q, k, v, g)]
+        run = jax.jit(
+            lambda *a: value_and_gradients(lambda *b: attention(*b, segments=segments), *a)
+        )
+        got = run(*placed)
+        text = run.lower(*placed).compile().as_text()
+    assert_near(got, want, bound)
+    assert "all-gather" not in text
+    assert "all-reduce" not in text
