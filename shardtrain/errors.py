@@ -18,6 +18,7 @@ class UserError(Exception):
         value: str = "",
         allowed: str = "",
         cure: str = "",
+        also: "tuple[UserError, ...]" = (),
     ) -> None:
         """Describe the fault.
 
@@ -27,24 +28,26 @@ class UserError(Exception):
             value: The value that was given.
             allowed: What would have been accepted.
             cure: One thing to do about it.
+            also: Further faults of the same input, so that one run shows them all.
         """
-        super().__init__(message, where, value, allowed, cure)
+        super().__init__(message, where, value, allowed, cure, also)
         self.message = message
         self.where = where
         self.value = value
         self.allowed = allowed
         self.cure = cure
+        self.also = also
 
     def __str__(self) -> str:
         """Return the message for the screen."""
         lines = [f"{self.where}: {self.message}" if self.where else self.message]
         labels = (("value", self.value), ("allowed", self.allowed), ("to do", self.cure))
         lines += [f"  {label}: {text}" for label, text in labels if text]
-        return "\n".join(lines)
+        return "\n".join(lines + [str(other) for other in self.also])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the keyword arguments, so that worker processes can raise it."""
-        return _rebuild, (type(self), self.message, self.where, self.value, self.allowed, self.cure)
+        return _rebuild, (type(self), *self.args)
 
 
 class ConfigError(UserError):
@@ -64,6 +67,12 @@ class DataError(UserError):
 
 
 def _rebuild(
-    kind: type[UserError], message: str, where: str, value: str, allowed: str, cure: str
+    kind: type[UserError],
+    message: str,
+    where: str,
+    value: str,
+    allowed: str,
+    cure: str,
+    also: tuple[UserError, ...],
 ) -> UserError:
-    return kind(message, where=where, value=value, allowed=allowed, cure=cure)
+    return kind(message, where=where, value=value, allowed=allowed, cure=cure, also=also)

@@ -1,12 +1,15 @@
 """The `[mesh]` and `[sharding]` sections.
 
-Owns: the keys, their types and their defaults. Does not own: any check that needs another section
-or a device (those are in `shardtrain.config`), nor what the values do.
+Owns: the keys, their types and their defaults, and how `data = -1` is resolved. Does not own: any
+check that needs another section (those are in `shardtrain.plan.layout`), nor what the values do.
 """
 
+import math
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shardtrain.errors import ShardingError
 
 _SECTION = ConfigDict(
     frozen=True,
@@ -38,6 +41,35 @@ class MeshConfig(BaseModel):
     """Shards of the sequence. 1 = whole sequences."""
     tensor: int = Field(1, ge=1)
     """Shards of heads, MLP width and vocabulary. 1 = whole layers."""
+
+    def degrees(self, num_devices: int) -> dict[str, int]:
+        """Return the degree of every axis, slowest links first, with `data = -1` resolved.
+
+        Args:
+            num_devices: Devices that the mesh must use, all of them.
+
+        Returns:
+            Axis name to degree; the product is `num_devices`.
+
+        Raises:
+            ShardingError: No such mesh uses exactly that many devices.
+        """
+        sizes: dict[str, int] = {name: getattr(self, name) for name in type(self).model_fields}
+        others = math.prod(size for name, size in sizes.items() if name != "data")
+        devices = f"{num_devices} device" + ("s" if num_devices != 1 else "")
+        if num_devices % others == 0 and self.data in (-1, num_devices // others):
+            return sizes | {"data": num_devices // others}
+        fault = f"{others} does not divide {devices}"
+        if self.data != -1:
+            fault = f"the product is {others * self.data}, but there are {devices}"
+        raise ShardingError(
+            fault,
+            where="mesh",
+            value=" x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1),
+            allowed=f"degrees whose product is {num_devices}; data = -1 takes what is left",
+            cure=f"change a degree, or run.cpu_devices ({others * max(self.data, 1)} would do) "
+            "on a machine without an accelerator",
+        )
 
 
 class ShardingConfig(BaseModel):

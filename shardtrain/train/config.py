@@ -3,6 +3,8 @@
 Owns: the keys, their types and their defaults. Does not own: the loop, trackers, evaluation.
 """
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 _SECTION = ConfigDict(
@@ -44,7 +46,7 @@ class LogConfig(BaseModel):
 
     every: int = Field(10, ge=1)
     """Steps between two lines on the screen. metrics.jsonl has every step."""
-    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default=["tensorboard"])
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow. [] = nowhere."""
 
 

@@ -1,0 +1,291 @@
+"""The config of a run: sections assembled and checked before anything is compiled.
+
+Owns: `RunConfig`, loading it, and the checks that span sections. Does not own: the sections (each
+lies in its layer's `config.py`), which layouts are legal (`shardtrain.plan.layout`), files
+(`config_files`), wrong keys and values (`config_keys`), or the text of a config (`config_text`).
+"""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardtrain.checkpoint.config import CheckpointConfig
+from shardtrain.config_files import put, read_source
+from shardtrain.config_keys import section_faults
+from shardtrain.config_text import template, write
+from shardtrain.data.config import DataConfig
+from shardtrain.errors import ConfigError
+from shardtrain.models.config import TransformerConfig
+from shardtrain.optim.config import OptimizerConfig
+from shardtrain.plan.layout import layout_faults, model_faults
+from shardtrain.sharding.config import MeshConfig, ShardingConfig
+from shardtrain.strategies.config import TrainConfig
+from shardtrain.tasks.config import LanguageModelConfig
+from shardtrain.train.config import EvalConfig, LogConfig, RunSection
+
+MODELS: Final[dict[str, type[BaseModel]]] = {"transformer": TransformerConfig}
+"""Section class of each `model.type`."""
+TASKS: Final[dict[str, type[BaseModel]]] = {"language_model": LanguageModelConfig}
+"""Section class of each `task.type`."""
+TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
+"""Tokens of each tokenizer that needs no file."""
+
+
+class RunConfig(BaseModel):
+    """Everything about a run. Each section goes to whom it concerns; nobody below takes all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run: RunSection
+    model: TransformerConfig
+    task: LanguageModelConfig = Field(default_factory=LanguageModelConfig)
+    data: DataConfig
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    sharding: ShardingConfig = Field(default_factory=ShardingConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+
+SECTIONS: Final[dict[str, type[BaseModel]]] = {
+    "run": RunSection,
+    "model": TransformerConfig,
+    "task": LanguageModelConfig,
+    "data": DataConfig,
+    "mesh": MeshConfig,
+    "sharding": ShardingConfig,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "log": LogConfig,
+    "eval": EvalConfig,
+}
+"""Class of each section, with the default model and task."""
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Read and check a config.
+
+    Args:
+        source: A TOML file, a run folder, the name of a shipped config, sections as a mapping, or
+            None for the shipped quickstart.
+        overrides: Values by dotted key, e.g. `{"mesh.tensor": 2}`; they go before the source.
+
+    Returns:
+        The config, with `run.name` and `run.dir` filled in.
+
+    Raises:
+        ConfigError: A key, a value or a combination is wrong; all faults found are in the message.
+    """
+    raw, places, name = read_source(source)
+    for key, value in (overrides or {}).items():
+        put(raw, key, value)
+        places.pop(key, None)
+    classes = section_classes(raw)
+    _raise(section_faults(raw, classes, places, complete=True))
+    config = RunConfig.model_validate(
+        {key: kind(**raw.get(key, {})) for key, kind in classes.items()}
+    )
+    run = config.run
+    named = run.model_copy(update={"name": run.name or name})
+    if not run.dir:
+        named = named.model_copy(update={"dir": f"runs/{named.name}"})
+    config = config.model_copy(update={"run": named})
+    _raise(config_faults(config, config.mesh.model_dump()))
+    return config
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return the whole config as TOML.
+
+    Args:
+        config: A loaded config.
+
+    Returns:
+        Every key; one that has its default and no effect in this run stands as a comment. Loading
+        it gives the same config.
+    """
+    from shardtrain.config_effects import idle_keys
+
+    idle = []
+    for key in idle_keys(config):
+        section, name = key.split(".")
+        part = getattr(config, section)
+        if getattr(part, name) == type(part).model_fields[name].get_default():
+            idle.append(key)
+    return write(config, idle)
+
+
+def to_template(config: RunConfig) -> str:
+    """Return a commented config to start from.
+
+    Args:
+        config: A loaded config; what it sets is set, all else stands as a comment.
+
+    Returns:
+        TOML that loads as the same config, named after its file.
+    """
+    run = config.run.model_copy(update={"name": "", "dir": ""})
+    return template(config.model_copy(update={"run": run}))
+
+
+def resolve_mesh(config: RunConfig, num_devices: int) -> dict[str, int]:
+    """Return the degree of every mesh axis on that many devices.
+
+    Args:
+        config: A loaded config.
+        num_devices: Devices that the run will use.
+
+    Returns:
+        Axis to degree, slowest links first.
+
+    Raises:
+        ShardingError: The mesh does not multiply to the number of devices.
+        ConfigError: Some size is not divisible on that mesh.
+    """
+    degrees = config.mesh.degrees(num_devices)
+    _raise(config_faults(config, degrees))
+    return degrees
+
+
+def known_vocab(config: RunConfig) -> int | None:
+    """Return the tokens of the data where they are known without reading it.
+
+    Args:
+        config: A loaded config.
+
+    Returns:
+        The size, or None for a prepared folder, whose files say it.
+    """
+    if config.data.path and Path(config.data.path, "train.tokens").exists():
+        return None
+    return TOKENIZERS[config.data.tokenizer]
+
+
+def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    """Return every fault that spans sections.
+
+    Args:
+        config: Sections that are right each by itself.
+        degrees: Degree of each mesh axis; -1 where it is still open.
+
+    Returns:
+        One error per fault, none when all is well.
+    """
+    faults = [*_time_faults(config), *_choice_faults(config)]
+    if any(fault.where.startswith("data.tokenizer") for fault in faults):
+        return faults
+    model, data = config.model, config.data
+    vocab = known_vocab(config)
+    if vocab and 0 < model.vocab_size < vocab:
+        faults.append(
+            ConfigError(
+                f'data.tokenizer="{data.tokenizer}" has {vocab} tokens; use {vocab} or more, or 0',
+                where=f"model.vocab_size={model.vocab_size}",
+            )
+        )
+    micro = config.train.microbatches
+    faults += model_faults(model, data)
+    faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
+    return faults or _unsupported(config)
+
+
+def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
+    """Return the class of each section, as `model.type` and `task.type` choose it.
+
+    Args:
+        raw: Sections as read; an unknown type is left to the check of its section.
+
+    Returns:
+        Section name to class.
+    """
+    classes = dict(SECTIONS)
+    for name, types in (("model", MODELS), ("task", TASKS)):
+        part = raw.get(name)
+        if isinstance(part, Mapping) and isinstance(kind := part.get("type"), str):
+            classes[name] = types.get(kind, SECTIONS[name])
+    return classes
+
+
+def _time_faults(config: RunConfig) -> list[ConfigError]:
+    run, part = config.run, config.optimizer
+    faults = []
+    if run.stop_at > run.steps:
+        faults.append(
+            ConfigError(
+                f"run.steps={run.steps} is fewer; use {run.steps} or less, or 0 for no early stop",
+                where=f"run.stop_at={run.stop_at}",
+            )
+        )
+    if part.warmup_steps > run.steps > 0:
+        faults.append(
+            ConfigError(
+                f"run.steps={run.steps} is fewer; use {run.steps} or less",
+                where=f"optimizer.warmup_steps={part.warmup_steps}",
+            )
+        )
+    elif part.schedule == "wsd" and run.steps:
+        decay = round(part.decay_fraction * run.steps)
+        if part.warmup_steps + decay > run.steps:
+            room = run.steps - part.warmup_steps
+            faults.append(
+                ConfigError(
+                    f"{decay} of run.steps={run.steps} steps decay, but optimizer.warmup_steps="
+                    f"{part.warmup_steps} leaves {room}; use {room / run.steps:.3g} or less",
+                    where=f"optimizer.decay_fraction={part.decay_fraction}",
+                )
+            )
+    return faults
+
+
+def _choice_faults(config: RunConfig) -> list[ConfigError]:
+    faults = []
+    data, model, precision = config.data, config.model, config.train.precision
+    if data.tokenizer not in TOKENIZERS:
+        near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
+        faults.append(
+            ConfigError(
+                "unknown tokenizer",
+                where="data.tokenizer",
+                value=f'"{data.tokenizer}"',
+                allowed=", ".join(TOKENIZERS),
+                cure=f'did you mean "{near[0]}"?' if near else "",
+            )
+        )
+    if model.attention == "cudnn" and precision != "bfloat16":
+        faults.append(
+            ConfigError(
+                f'train.precision="{precision}" has no such kernel; use "bfloat16", or '
+                'model.attention="auto"',
+                where='model.attention="cudnn"',
+            )
+        )
+    return faults
+
+
+def _unsupported(config: RunConfig) -> list[ConfigError]:
+    what = {"pipeline": "the pipeline", "context": "context parallelism"}
+    return [
+        ConfigError(
+            f"{words} is not in this version yet; use 1 (mesh.data and mesh.tensor are there)",
+            where=f"mesh.{axis}={getattr(config.mesh, axis)}",
+        )
+        for axis, words in what.items()
+        if getattr(config.mesh, axis) > 1
+    ]
+
+
+def _raise(faults: list[ConfigError]) -> None:
+    """Raise the first fault with the others attached."""
+    if faults:
+        first = faults[0]
+        first.also = tuple(faults[1:])
+        raise first

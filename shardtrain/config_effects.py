@@ -1,0 +1,108 @@
+"""Settings without effect: said at the start of a run, never ignored.
+
+Owns: which keys are idle under which other settings. Does not own: faults (`shardtrain.config`).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from shardtrain.config import RunConfig
+
+_ADAMS = ("adamw", "adam", "muon")
+
+
+def explicit_keys(config: RunConfig) -> set[str]:
+    """Return the keys that the file, the flags or the caller gave.
+
+    Args:
+        config: A loaded config.
+
+    Returns:
+        Dotted keys.
+    """
+    sections = {name: getattr(config, name) for name in RunConfig.model_fields}
+    return {f"{name}.{key}" for name, part in sections.items() for key in part.model_fields_set}
+
+
+def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Return every key that has no effect with the other settings as they are.
+
+    Args:
+        config: A loaded config.
+        degrees: Degree of each mesh axis where the number of devices is known.
+
+    Returns:
+        Dotted key to the reason.
+    """
+    sizes = degrees or config.mesh.model_dump()
+    return dict((*_model(config), *_optimizer(config), *_layout(config, sizes), *_times(config)))
+
+
+def ineffective_settings(
+    config: RunConfig,
+    explicit: Collection[str] | None = None,
+    degrees: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Return what was set and has no effect in this run.
+
+    Args:
+        config: A loaded config.
+        explicit: Keys that were given; None = as `explicit_keys` finds them.
+        degrees: Degree of each mesh axis where the number of devices is known.
+
+    Returns:
+        One line a key, with the reason.
+    """
+    given = explicit_keys(config) if explicit is None else explicit
+    lines = []
+    for key, reason in idle_keys(config, degrees).items():
+        section, name = key.split(".")
+        if key in given:
+            value = getattr(getattr(config, section), name)
+            lines.append(f"{key}={value} has no effect: {reason}")
+    return lines
+
+
+def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
+    model = config.model
+    if model.position != "rope":
+        yield "model.rope_theta", f'only model.position="rope" rotates, not "{model.position}"'
+    if model.position != "learned":
+        yield "model.max_length", f'model.position="{model.position}" has no table'
+    if model.norm == "rmsnorm":
+        yield "model.norm_bias", 'model.norm="rmsnorm" never has a bias'
+
+
+def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
+    part = config.optimizer
+    if part.name not in ("sgd", "muon"):
+        yield "optimizer.momentum", f"{part.name} has none (sgd and muon have)"
+    if part.name not in (*_ADAMS, "lion"):
+        yield "optimizer.beta1", f"{part.name} has no first moment of that kind"
+        yield "optimizer.beta2", f"{part.name} has no second moment of that kind"
+    if part.name not in _ADAMS:
+        yield "optimizer.epsilon", f"{part.name} does not use it"
+    if part.schedule == "constant":
+        yield "optimizer.final_ratio", 'schedule="constant" stays at the peak'
+    if part.schedule != "wsd":
+        yield "optimizer.decay_fraction", f'only schedule="wsd" has one, not "{part.schedule}"'
+    if config.run.steps == 0:
+        yield "optimizer.warmup_steps", "run.steps=0"
+
+
+def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    if config.sharding.zero and sizes["data"] * sizes["context"] == 1:
+        yield "sharding.zero", "mesh.data=1 leaves nothing to split over"
+    if config.sharding.sequence_parallel and sizes["tensor"] == 1:
+        yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
+
+
+def _times(config: RunConfig) -> Iterator[tuple[str, str]]:
+    steps = config.run.stop_at or config.run.steps
+    if config.checkpoint.every > steps:
+        yield "checkpoint.every", f"the run ends after {steps} steps, and saves then"
+    if config.eval.every and not config.eval.steps:
+        yield "eval.every", "eval.steps=0 turns evaluation off"
+    elif config.eval.every > steps:
+        yield "eval.every", f"the run ends after {steps} steps, and evaluates then"
+    if config.eval.steps and not config.data.path and not config.data.validation_fraction:
+        yield "eval.steps", "data.validation_fraction=0 keeps nothing to evaluate on"

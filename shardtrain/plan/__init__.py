@@ -1,0 +1,1 @@
+"""Know before you pay: which layouts are legal, and what they cost."""

@@ -1,0 +1,84 @@
+"""Virtual CPU devices: asked for before jax starts, explained when it is too late.
+
+Owns: the one place that sets XLA's flag for virtual devices, and the guess, made without jax, how
+many devices a run will find. Does not own: the mesh. Importing this file never imports jax.
+"""
+
+import glob
+import importlib.util
+import os
+import re
+import sys
+
+from shardtrain.errors import ConfigError
+
+_FLAG = "--xla_force_host_platform_device_count"
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "libtpu")
+_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+
+
+def accelerator_expected() -> bool:
+    """Return whether jax will find an accelerator here, as far as can be told without jax."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms.split(",")[0] == "cpu":
+        return False
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    nodes = any(glob.glob(pattern) for pattern in _NODES)
+    return nodes and not hidden and any(map(importlib.util.find_spec, _PLUGINS))
+
+
+def expected_devices(cpu_devices: int) -> int | None:
+    """Return how many devices a run will have, before jax is imported.
+
+    Args:
+        cpu_devices: Virtual devices that the config asks for, 0 for none.
+
+    Returns:
+        The number, or None where only jax can tell.
+    """
+    if accelerator_expected() or "jax" in sys.modules:
+        return None
+    if cpu_devices:
+        return cpu_devices
+    match = re.search(rf"{_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(match[1]) if match else int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
+
+
+def prepare_devices(cpu_devices: int) -> None:
+    """See to it that jax has that many virtual CPU devices if there is no accelerator.
+
+    Args:
+        cpu_devices: Virtual devices; 0 leaves all as it is.
+
+    Raises:
+        ConfigError: jax has started already, on CPU devices of another number.
+    """
+    if cpu_devices == 0:
+        return
+    if "jax" not in sys.modules:
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if _FLAG not in flag]
+        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_FLAG}={cpu_devices}"])
+        return
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError:
+        _check_started(cpu_devices)
+
+
+def _check_started(cpu_devices: int) -> None:
+    import jax
+
+    devices = jax.devices()
+    if devices[0].platform != "cpu" or len(devices) == cpu_devices:
+        return
+    raise ConfigError(
+        f"jax has already started here, with {len(devices)} CPU device"
+        + ("s" if len(devices) > 1 else ""),
+        where=f"run.cpu_devices={cpu_devices}",
+        allowed=f"0 or {len(devices)} in this process",
+        cure="in a notebook, restart the kernel and call shardtrain.prepare_devices("
+        f"{cpu_devices}) before anything that uses jax; or go on with run.cpu_devices = 0 and a "
+        f"mesh for {len(devices)}",
+    )
