@@ -1,0 +1,81 @@
+"""The update: clip by the global norm, run the transformation, move the parameters.
+
+Owns master weights and where the arithmetic rests. It is a strategy of the step, so that other tiers of
+memory can bring another one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardtrain.optim.schedules import Schedule
+from shardtrain.sharding.placement import Placement
+from shardtrain.strategies.precision import Policy, cast
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation with clipping, a schedule, master weights and a placement."""
+
+    transform: optax.GradientTransformation
+    schedule: Schedule
+    clip_norm: float
+    policy: Policy
+    placement: Placement
+
+    def init(self, master: PyTree) -> PyTree:
+        """The state for parameters in the master dtype."""
+        state = {"transform": self.transform.init(master)}
+        return {**state, "master": master} if self.policy.has_master else state
+
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, update: jax.Array
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        """One update.
+
+        Args:
+            grads: the whole step's gradient, in any dtype.
+            state: as from `init`.
+            params: the parameters, in the compute dtype.
+            update: the number of this update, the first being 1.
+
+        Returns:
+            New parameters, new state, and `grad_norm` and `learning_rate`.
+        """
+        norm = global_norm(grads)
+        rate = self.schedule(update)
+        factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
+        wide = self.policy.master
+        at_rest = self.placement.optimizer
+        # Scaled here and not inside the transformation: the norm is that of all leaves.
+        grads = jax.tree.map(lambda g: g.astype(wide) * jnp.asarray(factor, wide), grads)
+        grads = _constrain(grads, at_rest)
+        master = state["master"] if self.policy.has_master else _constrain(params, at_rest)
+        direction, inner = self.transform.update(grads, state["transform"], master)
+        new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, master, direction)
+        new = _constrain(new, at_rest)
+        state = {"transform": inner}
+        if self.policy.has_master:
+            state["master"] = new
+        # Cast where it rests, then spread: half the bytes travel.
+        params = _constrain(cast(new, self.policy.compute), at_rest)
+        params = _constrain(params, self.placement.params)
+        return params, state, {"grad_norm": norm, "learning_rate": rate}
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """The Euclidean norm of all leaves together, each entry counted once on any mesh."""
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+
+    return jnp.sqrt(sum(square(x) for x in jax.tree.leaves(tree)))
+
+
+def _constrain(tree: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

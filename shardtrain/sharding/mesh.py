@@ -1,0 +1,67 @@
+"""The device mesh: its five named axes and how a mesh is made. Owns no rule of what lies where."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from pydantic import ValidationError
+
+from shardtrain.errors import ShardingError
+from shardtrain.sharding.config import MeshConfig
+
+MESH_AXES = ("pipeline", "replica", "data", "context", "tensor")
+"""All axes, slowest links first. A degree of 1 turns a feature off."""
+
+DATA_AXES = ("replica", "data")
+"""The axes that share out the samples of a batch."""
+
+
+def make_mesh(
+    *,
+    pipeline: int = 1,
+    replica: int = 1,
+    data: int = -1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Makes the mesh that all else is placed on.
+
+    Args:
+        pipeline, replica, data, context, tensor: degree of each axis; `data=-1` takes what is left.
+        devices: devices to use, all of them; by default every device of the run.
+
+    Returns:
+        A mesh with the axes of `MESH_AXES`, all of them Auto: XLA places the communication.
+
+    Raises:
+        ShardingError: the degrees do not multiply to the number of devices.
+
+    Example:
+        >>> make_mesh(tensor=1).axis_names
+        ('pipeline', 'replica', 'data', 'context', 'tensor')
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    try:
+        config = MeshConfig(
+            pipeline=pipeline, replica=replica, data=data, context=context, tensor=tensor
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ShardingError(
+            first["msg"], where=f"mesh.{first['loc'][0]}", value=str(first["input"])
+        ) from None
+    sizes = config.degrees(len(devices))
+    auto = (AxisType.Auto,) * len(MESH_AXES)
+    shape = tuple(sizes[name] for name in MESH_AXES)
+    if devices[0].platform == "cpu" or len(devices) == 1:
+        # Virtual devices have no topology worth searching; keep their order.
+        return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=auto)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
+
+
+def data_degree(mesh: Mesh | AbstractMesh) -> int:
+    """Number of shards that a batch is cut into."""
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)

@@ -1,0 +1,213 @@
+"""Where trees rest: a sharding for every leaf of parameters, gradients and optimizer state.
+
+Owns how names, tables and the ZeRO stage become shardings and bytes per device, for the run and for
+whoever asks before there is one. It knows no model and no optimizer.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardtrain.errors import ShardingError
+from shardtrain.sharding.rules import Table
+
+PyTree = Any
+Names = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Resting:
+    """How one leaf rests."""
+
+    spec: PartitionSpec
+    note: str = ""
+    """Why the leaf takes another dim than the rule's, or stays whole; empty when the rule holds."""
+
+
+def split_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    """Into how many pieces these mesh axes cut a dim."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def rest(
+    path: str,
+    shape: tuple[int, ...],
+    names: Names,
+    mesh: Mesh | AbstractMesh,
+    compute: Table,
+    stored: Table | None = None,
+) -> Resting:
+    """Finds how a leaf rests.
+
+    Args:
+        path: the leaf's path, for messages.
+        shape: the global shape.
+        names: one axis name a dim.
+        mesh: the mesh.
+        compute: the table in force while the leaf is used; it must divide the shape.
+        stored: the table at rest, if the leaf is split further there.
+
+    Returns:
+        The partition, and a note where the stored table could not be followed to the letter.
+
+    Raises:
+        ShardingError: a dim does not divide by what `compute` asks.
+    """
+    assert len(shape) == len(names), (path, shape, names)
+    base: list[tuple[str, ...]] = []
+    for size, name in zip(shape, names, strict=True):
+        axes = () if name is None else tuple(a for a in compute[name] if mesh.shape[a] > 1)
+        pieces = split_size(mesh, axes)
+        if size % pieces:
+            raise ShardingError(
+                f"the {name} axis of {path} has {size} entries, which do not divide by {pieces}",
+                where=" x ".join(f"mesh.{axis}" for axis in axes),
+                value=str(pieces),
+                allowed=f"a divisor of {size}",
+            )
+        base.append(axes)
+    if stored is None:
+        return Resting(_spec(base))
+    extra = _extra(names, mesh, compute, stored)
+    used = {axis for axes in base for axis in axes}
+    extra = tuple(axis for axis in extra if axis not in used)
+    pieces = split_size(mesh, extra)
+    if pieces == 1:
+        return Resting(_spec(base))
+    wanted = [i for i, name in enumerate(names) if name and set(extra) & set(stored[name])]
+    # "layers" is never split further: the loop over layers would gather all of them at once.
+    others = [i for i, name in enumerate(names) if i not in wanted and name != "layers"]
+    others.sort(key=lambda i: -shape[i])
+    for i in wanted + others:
+        if shape[i] % (split_size(mesh, base[i]) * pieces) == 0:
+            note = "" if i in wanted else f"split along {names[i] or f'dim {i}'}"
+            return Resting(
+                _spec([(*axes, *extra) if j == i else axes for j, axes in enumerate(base)]), note
+            )
+    return Resting(_spec(base), f"whole: no dim of {shape} divides by {pieces} more")
+
+
+def _extra(
+    names: Names, mesh: Mesh | AbstractMesh, compute: Table, stored: Table
+) -> tuple[str, ...]:
+    """Mesh axes of degree above 1 that the stored table adds, by whatever row."""
+    added: list[str] = []
+    for name in stored:
+        for axis in stored[name]:
+            if axis not in compute[name] and mesh.shape[axis] > 1 and axis not in added:
+                added.append(axis)
+    return tuple(added)
+
+
+def _spec(axes: list[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(a if len(a) > 1 else (a[0] if a else None) for a in axes))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the state of one run rests.
+
+    ZeRO-n says which trees rest under `stored`: optimizer state (n >= 1), gradients (n >= 2),
+    parameters (n >= 3).
+    """
+
+    mesh: Mesh | AbstractMesh
+    compute: Table
+    stored: Table
+    zero: int
+    names: PyTree
+    """A tuple of axis names for every parameter."""
+    shapes: PyTree
+    """A `jax.ShapeDtypeStruct` for every parameter."""
+
+    def resting(self, *, stored: bool) -> PyTree:
+        """A `Resting` for every parameter, under one table or the other."""
+        table = self.stored if stored else None
+        return jax.tree.map_with_path(
+            lambda path, leaf, names: rest(
+                path_name(path), leaf.shape, names, self.mesh, self.compute, table
+            ),
+            self.shapes,
+            self.names,
+        )
+
+    def _shardings(self, stored: bool) -> PyTree:
+        return jax.tree.map(
+            lambda r: NamedSharding(self.mesh, r.spec),
+            self.resting(stored=stored),
+            is_leaf=lambda r: isinstance(r, Resting),
+        )
+
+    @property
+    def params(self) -> PyTree:
+        """A sharding for every parameter."""
+        return self._shardings(self.zero >= 3)
+
+    @property
+    def computed(self) -> PyTree:
+        """A sharding for every parameter while it is used."""
+        return self._shardings(False)
+
+    @property
+    def gradients(self) -> PyTree:
+        """A sharding for every gradient, once reduced."""
+        return self._shardings(self.zero >= 2)
+
+    @property
+    def optimizer(self) -> PyTree:
+        """A sharding for every tensor of the optimizer that has a parameter's shape."""
+        return self._shardings(self.zero >= 1)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of what every device holds."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def optimizer_state(self, abstract: PyTree) -> PyTree:
+        """A sharding for every leaf of an optimizer's state.
+
+        A leaf belongs to the parameter whose path its own path ends with, and rests like it where the
+        shapes agree; what has no parameter's shape (counts, factored moments) is whole.
+
+        Args:
+            abstract: the state's shapes.
+        """
+        shapes = dict(leaves_by_path(self.shapes))
+        shardings = dict(leaves_by_path(self.optimizer))
+
+        def pick(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            for start in range(len(path)):
+                owner = path_name(path[start:])
+                if owner in shapes and shapes[owner].shape == leaf.shape:
+                    sharding: NamedSharding = shardings[owner]
+                    return sharding
+            return self.whole
+
+        return jax.tree.map_with_path(pick, abstract)
+
+
+def leaves_by_path(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their paths, in order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A leaf's path, such as `layers/mlp/up`."""
+    return "/".join(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    )
+
+
+def bytes_per_device(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
+    """Bytes that one device holds of an array."""
+    return math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
+
+
+def tree_bytes(abstract: PyTree, shardings: PyTree) -> int:
+    """Bytes that one device holds of a tree."""
+    sizes = jax.tree.map(lambda a, s: bytes_per_device(a.shape, a.dtype, s), abstract, shardings)
+    return sum(jax.tree.leaves(sizes))

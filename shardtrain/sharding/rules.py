@@ -1,0 +1,183 @@
+"""Names and tables: which mesh axes a named axis of a tensor is split over.
+
+Models name the axes of their tensors with the words of `AXES`. A table maps those words to mesh axes.
+Two tables make a layout: COMPUTE (where things are while they are used) and STORED (where state rests
+between uses). This file owns the tables and the one context variable by which `constrain` finds them;
+where a whole tree rests is `placement`'s.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardtrain.errors import ShardingError
+from shardtrain.sharding.mesh import MESH_AXES
+
+AXES = {
+    "batch": "samples of a (micro)batch",
+    "length": "positions of a sequence, inside attention and the MLP",
+    "residual_length": "positions of a sequence, in the residual stream (sequence parallel)",
+    "embed": "the model's width",
+    "heads": "attention heads",
+    "kv_heads": "key/value heads",
+    "group": "query heads of one key/value head, and the key and the value beside them",
+    "head_dim": "width of a head",
+    "mlp": "hidden width of the MLP",
+    "gate": "the one or two halves of a (gated) MLP",
+    "vocab": "token ids",
+    "position": "rows of a learned position table",
+    "layers": "layers of the stack",
+}
+"""The vocabulary: the words for shapes in signatures, in sharding rules and in the docs."""
+
+Table = Mapping[str, tuple[str, ...]]
+"""From an axis name to the mesh axes that split it, outermost first."""
+
+
+def compute_table(
+    *,
+    sequence_parallel: bool = False,
+    overrides: Mapping[str, str | list[str] | None] | None = None,
+) -> Table:
+    """The COMPUTE table: tensor parallel is three rows, sequence parallel one, expert parallel one.
+
+    Args:
+        sequence_parallel: split the residual stream by position over `tensor` too
+            (Korthikanti et al. 2022, arXiv 2205.05198).
+        overrides: rows to replace; None or "" or [] keeps that axis whole.
+
+    Raises:
+        ShardingError: an override names an unknown axis or mesh axis.
+    """
+    table: dict[str, tuple[str, ...]] = {name: () for name in AXES}
+    table["batch"] = ("replica", "data")
+    table["length"] = ("context",)
+    table["residual_length"] = ("context", "tensor") if sequence_parallel else ("context",)
+    for name in ("heads", "kv_heads", "mlp", "vocab"):
+        table[name] = ("tensor",)
+    table["layers"] = ("pipeline",)
+    for name, axes in (overrides or {}).items():
+        axes = [axes] if isinstance(axes, str) else list(axes or ())
+        axes = [axis for axis in axes if axis]
+        if name not in AXES:
+            raise ShardingError(
+                "unknown axis name",
+                where=f"sharding.rules.{name}",
+                value=name,
+                allowed=", ".join(AXES),
+            )
+        for axis in axes:
+            if axis not in MESH_AXES:
+                raise ShardingError(
+                    "unknown mesh axis",
+                    where=f"sharding.rules.{name}",
+                    value=axis,
+                    allowed=", ".join(MESH_AXES),
+                )
+        table[name] = tuple(axes)
+    return table
+
+
+def stored_table(compute: Table) -> Table:
+    """The STORED table: COMPUTE, with the width also split over the axes that otherwise hold copies.
+
+    It is what ZeRO means here (Rajbhandari et al. 2020, arXiv 1910.02054): which state trees rest under
+    it. `replica` is not in it, which is hybrid sharding: copies across, shards within.
+    """
+    return {**compute, "embed": (*compute["embed"], "data", "context")}
+
+
+@dataclass(frozen=True, eq=False)
+class Active:
+    """The rules in force while a model is traced. Compared by identity, so it can be a static argument."""
+
+    table: Table
+    mesh: Mesh | AbstractMesh
+    manual: frozenset[str] = frozenset()
+    """Mesh axes that an enclosing `shard_map` is manual over."""
+    mapped: frozenset[str] = frozenset()
+    """Mesh axes that an enclosing `vmap` runs over (`spmd_axis_name`): it puts them into every spec
+    itself, so no spec may name them, yet a `shard_map` inside must be manual over them."""
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that really split `name` here: of degree above 1, and nameable."""
+        if name is None:
+            return ()
+        return tuple(
+            axis
+            for axis in self.table[name]
+            if self.mesh.shape[axis] > 1 and axis not in self.manual | self.mapped
+        )
+
+    def spec(self, *names: str | None) -> PartitionSpec:
+        """The partition of a tensor whose dims have these names (None: whole)."""
+        return PartitionSpec(*(self.axes(name) or None for name in names))
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether dims of this name are split here."""
+        return bool(self.axes(name))
+
+    @property
+    def free(self) -> frozenset[str]:
+        """Mesh axes that a `shard_map` inside takes: all that are not manual yet."""
+        return frozenset(self.mesh.axis_names) - self.manual
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: "cpu", "gpu", "tpu"."""
+        if isinstance(self.mesh, AbstractMesh):
+            return jax.default_backend()
+        return str(self.mesh.devices.flat[0].platform)
+
+
+_ACTIVE: contextvars.ContextVar[Active | None] = contextvars.ContextVar("rules", default=None)
+
+
+def current() -> Active | None:
+    """The rules in force, or None: then models run plain, on one device."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def use_rules(table: Table, mesh: Mesh | AbstractMesh) -> Iterator[Active]:
+    """Puts rules in force for the code traced inside."""
+    with _in_force(Active(table, mesh)) as active:
+        yield active
+
+
+@contextlib.contextmanager
+def mapped_over(*mesh_axes: str) -> Iterator[None]:
+    """For code traced inside a `vmap` over mesh axes; needs rules in force."""
+    active = _ACTIVE.get()
+    assert active is not None
+    with _in_force(replace(active, mapped=active.mapped | frozenset(mesh_axes))):
+        yield
+
+
+@contextlib.contextmanager
+def _in_force(active: Active) -> Iterator[Active]:
+    token = _ACTIVE.set(active)
+    try:
+        yield active
+    finally:
+        _ACTIVE.reset(token)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Says where an activation is; the identity outside `use_rules`.
+
+    Args:
+        x: an array with as many dims as names.
+        names: one word of `AXES` a dim, or None.
+    """
+    active = current()
+    if active is None:
+        return x
+    assert x.ndim == len(names), (x.shape, names)
+    if isinstance(active.mesh, AbstractMesh) or active.mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(active.mesh, active.spec(*names)))

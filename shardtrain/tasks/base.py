@@ -1,0 +1,53 @@
+"""What a workload is: named loss terms as sums, and the weights that turn them into means.
+
+A task never returns a mean. The weight of a term is known from the batch before the backward pass, for the
+whole global step; each part of the batch is seeded with coefficient / total weight. So accumulation,
+ragged batches, padding and data parallelism agree by construction.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.strategies.stack import Stack
+
+Batch = Mapping[str, jax.Array]
+
+
+class Task(Protocol):
+    """A workload."""
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The terms of the loss and their coefficients."""
+        ...
+
+    def totals(self, batch: Batch) -> dict[str, jax.Array]:
+        """The weight of each term over a batch with any leading dims."""
+        ...
+
+    def terms(
+        self, model: Any, batch: Batch, key: jax.Array | None, stack: Stack
+    ) -> dict[str, jax.Array]:
+        """The sum of each term over a part of the batch, in at least float32.
+
+        Args:
+            model: the module, with its parameters.
+            batch: arrays [batch, ...].
+            key: the step's dropout key, or None when evaluating.
+            stack: how the model's layers are run.
+        """
+        ...
+
+
+def weighted_loss(
+    task: Task, sums: Mapping[str, jax.Array], totals: Mapping[str, jax.Array]
+) -> jax.Array:
+    """The part of the loss that these sums make: sum of coefficient x sum / total weight."""
+    parts = [
+        coefficient * sums[name] / jnp.maximum(totals[name], 1)
+        for name, coefficient in task.coefficients.items()
+    ]
+    return jnp.sum(jnp.stack(parts))

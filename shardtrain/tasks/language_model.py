@@ -1,0 +1,44 @@
+"""Next-token prediction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.ops.cross_entropy import cross_entropy
+from shardtrain.strategies.stack import Stack
+from shardtrain.tasks.base import Batch
+from shardtrain.tasks.config import LanguageModelConfig
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Cross-entropy of the next token in nats, with the z-loss of PaLM (arXiv 2204.02311) as a choice."""
+
+    config: LanguageModelConfig
+    vocab_size: int
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The terms and their coefficients."""
+        z_loss = {"z_loss": self.config.z_loss} if self.config.z_loss else {}
+        return {"nll": 1.0, **z_loss}
+
+    def totals(self, batch: Batch) -> dict[str, jax.Array]:
+        """The number of targets that count."""
+        weight = jnp.sum(batch["weights"])
+        return dict.fromkeys(self.coefficients, weight)
+
+    def terms(
+        self, model: Any, batch: Batch, key: jax.Array | None, stack: Stack
+    ) -> dict[str, jax.Array]:
+        """Sums over the targets of a part of the batch."""
+        logits = model(batch, key, stack)
+        nll, log_z = cross_entropy(logits, batch["targets"], vocab_size=self.vocab_size)
+        weights = batch["weights"].astype(nll.dtype)
+        sums = {"nll": jnp.sum(nll * weights)}
+        if self.config.z_loss:
+            sums["z_loss"] = jnp.sum(jnp.square(log_z) * weights)
+        return sums

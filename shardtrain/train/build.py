@@ -1,0 +1,202 @@
+"""From parts to functions: shapes, then placements, then compiled functions. Arrays are born where they rest.
+
+Owns the assembly that is the same for a config-driven run and for somebody's own model; it reads no config.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardtrain.optim.schedules import Schedule
+from shardtrain.optim.update import Optimizer
+from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.rules import Active, Table, stored_table
+from shardtrain.strategies.precision import Policy, cast
+from shardtrain.strategies.stack import Stack
+from shardtrain.tasks.base import Batch, Task
+from shardtrain.train.state import TrainState
+from shardtrain.train.step import (
+    Metrics,
+    make_evaluation,
+    make_gradient_fn,
+    make_step,
+)
+
+PyTree = Any
+Create = Callable[[Any, nnx.Rngs], nnx.Module]
+"""(dtype, rngs) -> model."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything about a run that does not change what is computed."""
+
+    mesh: Mesh | AbstractMesh
+    compute: Table
+    zero: int
+    microbatches: int
+    stack: Stack
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The functions of a run: initial state, step, evaluation; compiled at their first call."""
+
+    create: Create
+    task: Task
+    layout: Layout
+    policy: Policy
+    make_transform: Callable[[PyTree], Any]
+    schedule: Schedule
+    clip_norm: float
+    seed: int
+
+    # -- shapes and placements
+
+    @cached_property
+    def _abstract(self) -> tuple[nnx.GraphDef[Any], nnx.State]:
+        """The model without its parameters, and their shapes in the master dtype."""
+        model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        graph, state = nnx.split(model)
+        return graph, state
+
+    @property
+    def graph(self) -> nnx.GraphDef[Any]:
+        """The model without its parameters."""
+        return self._abstract[0]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where parameters, gradients and optimizer state rest."""
+        state = self._abstract[1]
+        names = [
+            (path, variable.get_metadata().get("out_sharding") or (None,) * variable.ndim)
+            for path, variable in nnx.to_flat_state(state)
+        ]
+        layout = self.layout
+        return Placement(
+            mesh=layout.mesh,
+            compute=layout.compute,
+            stored=stored_table(layout.compute),
+            zero=layout.zero,
+            names=nnx.to_pure_dict(nnx.from_flat_state(names)),
+            shapes=nnx.to_pure_dict(state),
+        )
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The update."""
+        return Optimizer(
+            transform=self.make_transform(self.placement.names),
+            schedule=self.schedule,
+            clip_norm=self.clip_norm,
+            policy=self.policy,
+            placement=self.placement,
+        )
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """The shape and dtype of every leaf of the state."""
+        abstract: TrainState = jax.eval_shape(self._init)
+        return abstract
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of every leaf of the state."""
+        placement, shapes = self.placement, self.shapes
+        whole = placement.whole
+        return TrainState(
+            step=whole,  # type: ignore[arg-type]
+            cursor=whole,  # type: ignore[arg-type]
+            params=placement.params,
+            opt_state=placement.optimizer_state(shapes.opt_state),
+            key=whole,  # type: ignore[arg-type]
+        )
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes with shardings: what a checkpoint is restored into and a compiler is shown."""
+        state: TrainState = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            self.shapes,
+            self.shardings,
+        )
+        return state
+
+    def batch_sharding(self, ndim: int) -> NamedSharding:
+        """The sharding of a batch array [microbatch, batch, length, ...] of that many dims."""
+        active = Active(self.layout.compute, self.layout.mesh)
+        spec = PartitionSpec(None, *active.spec("batch", "length"))
+        return NamedSharding(self.layout.mesh, PartitionSpec(*spec[:ndim]))
+
+    # -- functions
+
+    def _model(self, key: jax.Array) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return self.create(self.policy.master, nnx.Rngs(params=key))
+
+    def _init(self) -> TrainState:
+        key = jax.random.key(self.seed)
+        model = self._model(jax.random.fold_in(key, 0))
+        master = nnx.to_pure_dict(nnx.split(model)[1])
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            cursor=jnp.zeros((), jnp.int32),
+            params=cast(master, self.policy.compute),
+            opt_state=self.optimizer.init(master),
+            key=jax.random.fold_in(key, 1),
+        )
+
+    @cached_property
+    def init(self) -> Callable[[], TrainState]:
+        """Makes the initial state; its random bits are the same on every mesh."""
+        init: Callable[[], TrainState] = jax.jit(self._init, out_shardings=self.shardings)
+        return init
+
+    @cached_property
+    def _step(self) -> Callable[..., Any]:
+        gradients = make_gradient_fn(
+            self.task,
+            self.graph,
+            self.layout.stack,
+            self.placement,
+            self.policy,
+            microbatches=self.layout.microbatches,
+        )
+        return make_step(gradients, self.optimizer)
+
+    @cached_property
+    def step(self) -> Any:
+        """The compiled step (state, batch) -> (state, metrics); the state is donated."""
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return self._step(state, batch)[:2]  # type: ignore[no-any-return]
+
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, self.placement.whole))
+
+    @cached_property
+    def step_with_gradients(self) -> Any:
+        """The same step, also returning the gradients; for comparisons."""
+        return jax.jit(
+            self._step,
+            out_shardings=(self.shardings, self.placement.whole, self.placement.gradients),
+        )
+
+    @cached_property
+    def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
+        """(params, batch) -> (sums, weights) of each term, without dropout."""
+        function = make_evaluation(self.task, self.graph, self.layout.stack, self.placement)
+        evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(
+            function, out_shardings=self.placement.whole
+        )
+        return evaluate
+
+    def compile_step(self, batch: Mapping[str, Any]) -> Any:
+        """Compiles the step for batches of these shapes, ahead of the first call."""
+        return self.step.lower(self.abstract_state, batch).compile()

@@ -1,0 +1,29 @@
+"""The state of a run: all that a step reads and writes, and all that a checkpoint holds."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a step maps to its successor."""
+
+    step: jax.Array
+    """Updates done."""
+    cursor: jax.Array
+    """The next batch."""
+    params: PyTree
+    """Parameters, in the compute dtype."""
+    opt_state: PyTree
+    """The transformation's state and, in mixed precision, the master weights."""
+    key: jax.Array
+    """The run's random key; each step folds its number in."""
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
