@@ -1,0 +1,281 @@
+"""Batches of a language model as a pure function of the cursor.
+
+Owns: which tokens a sample covers, the order of samples, what a batch holds, and batches for
+evaluation. Does not own: files, devices, prefetching. The order knows nothing of devices or
+processes.
+
+Sample i covers tokens [i * T, i * T + T], of which the first T are inputs and the last T their
+targets: the only shift by one there is.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from shardtrain.data.permutation import keys, permute
+from shardtrain.data.tokens import TokenFile
+from shardtrain.errors import DataError
+
+Batch = dict[str, NDArray[Any]]
+"""tokens, targets [rows, length] int32; weights [rows, length] float32; sample [rows] uint32; with
+documents kept apart also segments, positions [rows, length] int32."""
+
+_EVALUATION_SEED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageData:
+    """Tokens in samples of a fixed length, and the order in which they are taken."""
+
+    tokens: NDArray[np.integer[Any]]
+    """All tokens, [any], may be memory-mapped."""
+    offsets: NDArray[np.int64]
+    """Where each document starts, and the end of the last; each has a token at least."""
+    vocab_size: int
+    sequence_length: int
+    batch_size: int
+    """Sequences in a global batch."""
+    seed: int = 0
+    shuffle: bool = True
+    separate_documents: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of full length."""
+        return max(0, (len(self.tokens) - 1) // self.sequence_length)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Full batches in an epoch; the samples that are left over differ from epoch to epoch."""
+        return self.num_samples // self.batch_size
+
+    def epochs(self, cursor: int) -> float:
+        """Return how many epochs lie before a batch.
+
+        Args:
+            cursor: the batch, counted from 0 over all epochs.
+        """
+        return cursor / self.batches_per_epoch
+
+    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return which samples a batch holds.
+
+        Args:
+            cursor: the batch, counted from 0 over all epochs.
+            start, stop: rows of the global batch; all of them by default.
+
+        Returns:
+            Sample ids, [stop - start].
+        """
+        stop = self.batch_size if stop is None else stop
+        assert cursor >= 0
+        assert 0 <= start <= stop <= self.batch_size
+        epoch, batch = divmod(cursor, self.batches_per_epoch)
+        first = batch * self.batch_size
+        places = np.arange(first + start, first + stop, dtype=np.int64)
+        if not self.shuffle:
+            return places
+        return permute(places, self.num_samples, _epoch_keys(self.seed, epoch))
+
+    def digest(self, cursor: int) -> str:
+        """Name the samples of a batch.
+
+        Args:
+            cursor: the batch.
+
+        Returns:
+            16 hex digits, the same for the same ids in the same order.
+        """
+        ids = self.sample_ids(cursor).astype("<i8")
+        return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+
+    def rows(self, cursor: int, start: int, stop: int) -> Batch:
+        """Read some rows of a global batch.
+
+        Args:
+            cursor: the batch, counted from 0 over all epochs.
+            start, stop: rows of the global batch.
+
+        Returns:
+            The rows, see `Batch`. `sample` is the low 32 bits of cursor * batch_size + row.
+        """
+        number = cursor * self.batch_size
+        return self._read(self.sample_ids(cursor, start, stop), number + start)
+
+    def batch_at(self, cursor: int) -> Batch:
+        """Read a global batch.
+
+        Args:
+            cursor: the batch, counted from 0 over all epochs.
+
+        Returns:
+            All rows, see `Batch`.
+        """
+        return self.rows(cursor, 0, self.batch_size)
+
+    def evaluation_batches(self, limit: int) -> int:
+        """Return how many batches an evaluation has.
+
+        Args:
+            limit: at most so many; 0 = no limit.
+        """
+        there = -(-self.num_samples // self.batch_size)
+        return min(limit, there) if limit else there
+
+    def evaluation_rows(self, index: int, start: int, stop: int) -> Batch:
+        """Read some rows of a batch for evaluation.
+
+        The batches are the same in every run and take samples from all over the text, each once;
+        rows after the last sample have weight 0.
+
+        Args:
+            index: the batch, from 0.
+            start, stop: rows of the global batch.
+
+        Returns:
+            The rows, see `Batch`.
+        """
+        first = index * self.batch_size
+        places = np.arange(first + start, min(first + stop, self.num_samples), dtype=np.int64)
+        ids = permute(places, self.num_samples, _epoch_keys(_EVALUATION_SEED, 0))
+        batch = self._read(ids, first + start)
+        missing = stop - start - len(ids)
+        if missing <= 0:
+            return batch
+        padding = self.blank(missing)
+        number = np.uint32((first + start + len(ids)) % 2**32)
+        padding["sample"] += number + np.arange(missing, dtype=np.uint32)
+        return {name: np.concatenate([batch[name], padding[name]]) for name in batch}
+
+    def evaluation(self, limit: int) -> list[Batch]:
+        """Read the batches for evaluation, always the same, each sample once.
+
+        Args:
+            limit: at most so many batches; 0 = no limit.
+
+        Returns:
+            Global batches; the last is filled up with rows of weight 0.
+        """
+        count = self.evaluation_batches(limit)
+        return [self.evaluation_rows(index, 0, self.batch_size) for index in range(count)]
+
+    def blank(self, rows: int) -> Batch:
+        """Return rows that count for nothing; they also tell shapes and dtypes.
+
+        Args:
+            rows: how many.
+        """
+        length = self.sequence_length
+        batch: Batch = {
+            "tokens": np.zeros((rows, length), np.int32),
+            "targets": np.zeros((rows, length), np.int32),
+            "weights": np.zeros((rows, length), np.float32),
+            "sample": np.zeros(rows, np.uint32),
+        }
+        if self.separate_documents:
+            batch["segments"] = np.zeros((rows, length), np.int32)
+            batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+        return batch
+
+    def _read(self, ids: NDArray[np.int64], number: int) -> Batch:
+        length = self.sequence_length
+        if not len(ids):
+            return self.blank(0)
+        windows = sliding_window_view(self.tokens, length + 1)
+        text = windows[ids * length].astype(np.int32)  # [rows, length + 1]
+        sample = (np.arange(len(ids), dtype=np.uint64) + np.uint64(number % 2**32)).astype(
+            np.uint32
+        )
+        batch: Batch = {
+            "tokens": np.ascontiguousarray(text[:, :-1]),
+            "targets": np.ascontiguousarray(text[:, 1:]),
+            "weights": np.ones((len(ids), length), np.float32),
+            "sample": sample,
+        }
+        if self.separate_documents:
+            starts = self._document_starts(ids * length)
+            places = np.arange(length, dtype=np.int32)
+            inside = starts[:, :-1]
+            batch["segments"] = np.cumsum(inside, axis=1, dtype=np.int32)
+            batch["positions"] = places - np.maximum.accumulate(np.where(inside, places, 0), axis=1)
+            batch["weights"][starts[:, 1:]] = 0.0
+        return batch
+
+    def _document_starts(self, first: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Mark what begins a document after a sample's first token: [rows, length + 1]."""
+        length = self.sequence_length
+        low = np.searchsorted(self.offsets, first, side="right")
+        high = np.searchsorted(self.offsets, first + length, side="right")
+        counts = high - low
+        row = np.repeat(np.arange(len(first)), counts)
+        before = np.cumsum(counts) - counts
+        document = np.arange(len(row)) - np.repeat(before - low, counts)
+        marks = np.zeros((len(first), length + 1), np.bool_)
+        marks[row, self.offsets[document] - first[row]] = True
+        return marks
+
+
+@lru_cache(maxsize=16)
+def _epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    return keys(seed, epoch)
+
+
+def language_data(
+    file: TokenFile,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    separate_documents: bool = True,
+) -> LanguageData:
+    """Take samples from a token file.
+
+    Args:
+        file: the open file.
+        sequence_length: tokens predicted per sequence.
+        batch_size: sequences in a global batch.
+        seed: decides the order.
+        shuffle: whether every epoch has an order of its own.
+        separate_documents: whether documents in one sequence are kept apart.
+
+    Returns:
+        The data.
+    """
+    return LanguageData(
+        tokens=file.tokens,
+        offsets=file.offsets,
+        vocab_size=file.header.vocab_size,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        separate_documents=separate_documents,
+    )
+
+
+def require_batch(data: LanguageData, where: str) -> None:
+    """Refuse data too short for a single batch.
+
+    Args:
+        data: the data.
+        where: what it was read from.
+
+    Raises:
+        DataError: it has fewer samples than a batch.
+    """
+    if data.num_samples >= data.batch_size:
+        return
+    needed = data.batch_size * data.sequence_length + 1
+    raise DataError(
+        f"too few tokens for one batch of {data.batch_size} x {data.sequence_length}",
+        where=where,
+        value=f"{len(data.tokens)} tokens, {data.num_samples} sequences",
+        allowed=f"at least {needed} tokens",
+        cure="use more text, or a smaller data.batch_size or data.sequence_length",
+    )

@@ -1,0 +1,187 @@
+"""From the `[data]` section to training and validation data.
+
+Owns: what `data.path` may be, and preparing text once into the cache. Does not own: how text is
+read or tokenized, batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.data.cache import Say, cache_folder, make_folder, silent
+from shardtrain.data.config import DataConfig
+from shardtrain.data.documents import SourceFile, find_files, standard_library
+from shardtrain.data.language import LanguageData, language_data, require_batch
+from shardtrain.data.prepare import (
+    TRAIN,
+    Prepared,
+    Progress,
+    Split,
+    check_fraction,
+    no_progress,
+    open_if_current,
+    open_prepared,
+    prepare_files,
+)
+from shardtrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_beside
+from shardtrain.data.tokens import TokenFile, is_token_file
+from shardtrain.errors import DataError
+
+_PATH = "data.path"
+
+
+@dataclass(frozen=True, eq=False)
+class DataInfo:
+    """What the data is, for the screen, for comparisons between processes, and for generation."""
+
+    source: str
+    """In words: where the text is from."""
+    train: TokenFile
+    validation: TokenFile | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the token files lie."""
+        return self.train.path.parent
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's vocabulary."""
+        return self.train.header.vocab_size
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name."""
+        return self.train.header.tokenizer
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal training tokens, wherever they lie: 32 hex digits."""
+        return self.train.header.content
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer that made the tokens.
+
+        Raises:
+            DataError: its file is gone, or the package that reads it is not installed.
+        """
+        return tokenizer_beside(self.train.path, self.train.header)
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    seed: int = 0,
+    say: Say = silent,
+    progress: Progress = no_progress,
+) -> tuple[LanguageData, LanguageData | None, DataInfo]:
+    """Open a run's data; text is prepared into the cache the first time.
+
+    Args:
+        config: the `[data]` section.
+        seed: decides the order of samples. Which documents are kept for validation does not depend
+            on it, so that runs with several seeds are compared on the same text.
+        say: told in a line what is done, waited for, skipped or left out.
+        progress: told how far a preparation is.
+
+    Returns:
+        Training data, validation data (None if there is none) and what they are.
+
+    Raises:
+        DataError: the path is missing, empty, damaged, no text, or too short for one batch.
+    """
+    path = Path(config.path).expanduser()
+    if config.path and _is_prepared(path):
+        prepared = open_prepared(path, cache=cache_folder(config.cache))
+        _check_tokenizer(config, prepared)
+        source = f"tokens in {path}"
+    elif config.path:
+        prepared = _from_cache(find_files([path], say=say), config, str(path), say, progress)
+        source = str(path)
+    else:
+        source = "the source text of Python's standard library"
+        prepared = _from_cache(standard_library(), config, source, say, progress)
+    info = DataInfo(source, prepared.train, prepared.validation)
+    train = _samples(config, prepared.train, seed)
+    require_batch(train, str(config.path or prepared.train.path))
+    if prepared.validation is None:
+        return train, None, info
+    validation = _samples(config, prepared.validation, seed)
+    if validation.num_samples == 0:
+        count = prepared.validation.header.tokens
+        say(f"no validation: {count} tokens are too few for a sequence of {config.sequence_length}")
+        return train, None, info
+    return train, validation, info
+
+
+def require_vocabulary(vocab_size: int, info: DataInfo) -> None:
+    """Refuse a model whose vocabulary cannot hold the tokens.
+
+    Args:
+        vocab_size: the model's vocabulary.
+        info: the data.
+
+    Raises:
+        DataError: the tokenizer has more tokens.
+    """
+    if vocab_size < info.vocab_size:
+        raise DataError(
+            f"the vocabulary is smaller than the tokens of {info.source}",
+            where="model.vocab_size",
+            value=str(vocab_size),
+            allowed=f"at least {info.vocab_size} (tokenizer {info.tokenizer_name})",
+            cure="leave model.vocab_size out: it is then the tokenizer's",
+        )
+
+
+def _is_prepared(path: Path) -> bool:
+    """Tell token files from text; a name that promises tokens is held to it."""
+    if path.is_dir():
+        return (path / TRAIN).exists()
+    return path.is_file() and (path.suffix == ".tokens" or is_token_file(path))
+
+
+def _check_tokenizer(config: DataConfig, prepared: Prepared) -> None:
+    """Refuse prepared tokens of another tokenizer than the one asked for (bytes is the default)."""
+    if config.tokenizer == "bytes":
+        return
+    header = prepared.train.header
+    asked = load_tokenizer(config.tokenizer)
+    if asked.digest != header.tokenizer_digest:
+        raise DataError(
+            f"the tokens of {prepared.train.path} were made with another tokenizer",
+            where="data.tokenizer",
+            value=config.tokenizer,
+            allowed=f"{header.tokenizer} of digest {header.tokenizer_digest}",
+            cure="leave data.tokenizer out, or prepare the text again",
+        )
+
+
+def _from_cache(
+    files: Sequence[SourceFile], config: DataConfig, source: str, say: Say, progress: Progress
+) -> Prepared:
+    check_fraction(config.validation_fraction)
+    split = Split(load_tokenizer(config.tokenizer), config.validation_fraction)
+    key = split.key(files)
+    cache = cache_folder(config.cache)
+    folder = cache / "tokens" / key
+    made = open_if_current(folder, key, cache=cache, say=say)
+    if made is not None:
+        return made
+    make_folder(
+        folder, where="data.cache", cure="set data.cache or SHARDTRAIN_CACHE to a folder of yours"
+    )
+    megabytes = sum(file.size for file in files) / 1e6
+    say(f"preparing {source}: {len(files)} files, {megabytes:.1f} MB, once, into {folder}")
+    return prepare_files(files, folder, split, reuse=True, progress=progress, say=say, cache=cache)
+
+
+def _samples(config: DataConfig, file: TokenFile, seed: int) -> LanguageData:
+    return language_data(
+        file,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=seed,
+        shuffle=config.shuffle,
+        separate_documents=config.separate_documents,
+    )
