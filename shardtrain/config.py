@@ -17,7 +17,7 @@ from shardtrain.config_files import put, read_source
 from shardtrain.config_keys import section_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, raise_all
 from shardtrain.models.config import TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
@@ -31,7 +31,7 @@ MODELS: Final[dict[str, type[BaseModel]]] = {"transformer": TransformerConfig}
 TASKS: Final[dict[str, type[BaseModel]]] = {"language_model": LanguageModelConfig}
 """Section class of each `task.type`."""
 TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
-"""Tokens of each tokenizer that needs no file."""
+"""Tokens of each tokenizer that needs no file; others are `tokenizer.json` files."""
 
 
 class RunConfig(BaseModel):
@@ -90,7 +90,7 @@ def load_config(
         put(raw, key, value)
         places.pop(key, None)
     classes = section_classes(raw)
-    _raise(section_faults(raw, classes, places, complete=True))
+    raise_all(section_faults(raw, classes, places, complete=True))
     config = RunConfig.model_validate(
         {key: kind(**raw.get(key, {})) for key, kind in classes.items()}
     )
@@ -99,7 +99,7 @@ def load_config(
     if not run.dir:
         named = named.model_copy(update={"dir": f"runs/{named.name}"})
     config = config.model_copy(update={"run": named})
-    _raise(config_faults(config, config.mesh.model_dump()))
+    raise_all(config_faults(config, config.mesh.model_dump()))
     return config
 
 
@@ -110,18 +110,11 @@ def to_toml(config: RunConfig) -> str:
         config: A loaded config.
 
     Returns:
-        Every key; one that has its default and no effect in this run stands as a comment. Loading
-        it gives the same config.
+        Every key, so that loading it gives the same config; keys without effect say so.
     """
     from shardtrain.config_effects import idle_keys
 
-    idle = []
-    for key in idle_keys(config):
-        section, name = key.split(".")
-        part = getattr(config, section)
-        if getattr(part, name) == type(part).model_fields[name].get_default():
-            idle.append(key)
-    return write(config, idle)
+    return write(config, idle_keys(config))
 
 
 def to_template(config: RunConfig) -> str:
@@ -152,7 +145,7 @@ def resolve_mesh(config: RunConfig, num_devices: int) -> dict[str, int]:
         ConfigError: Some size is not divisible on that mesh.
     """
     degrees = config.mesh.degrees(num_devices)
-    _raise(config_faults(config, degrees))
+    raise_all(config_faults(config, degrees))
     return degrees
 
 
@@ -163,11 +156,11 @@ def known_vocab(config: RunConfig) -> int | None:
         config: A loaded config.
 
     Returns:
-        The size, or None for a prepared folder, whose files say it.
+        The size, or None for a prepared folder or a tokenizer file, which say it themselves.
     """
     if config.data.path and Path(config.data.path, "train.tokens").exists():
         return None
-    return TOKENIZERS[config.data.tokenizer]
+    return TOKENIZERS.get(config.data.tokenizer)
 
 
 def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
@@ -181,8 +174,6 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
         One error per fault, none when all is well.
     """
     faults = [*_time_faults(config), *_choice_faults(config)]
-    if any(fault.where.startswith("data.tokenizer") for fault in faults):
-        return faults
     model, data = config.model, config.data
     vocab = known_vocab(config)
     if vocab and 0 < model.vocab_size < vocab:
@@ -216,47 +207,28 @@ def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
 
 
 def _time_faults(config: RunConfig) -> list[ConfigError]:
-    run, part = config.run, config.optimizer
-    faults = []
-    if run.stop_at > run.steps:
-        faults.append(
-            ConfigError(
-                f"run.steps={run.steps} is fewer; use {run.steps} or less, or 0 for no early stop",
-                where=f"run.stop_at={run.stop_at}",
-            )
+    run = config.run
+    if run.stop_at <= run.steps:
+        return []
+    return [
+        ConfigError(
+            f"run.steps={run.steps} is fewer; use {run.steps} or less, or 0 for no early stop",
+            where=f"run.stop_at={run.stop_at}",
         )
-    if part.warmup_steps > run.steps > 0:
-        faults.append(
-            ConfigError(
-                f"run.steps={run.steps} is fewer; use {run.steps} or less",
-                where=f"optimizer.warmup_steps={part.warmup_steps}",
-            )
-        )
-    elif part.schedule == "wsd" and run.steps:
-        decay = round(part.decay_fraction * run.steps)
-        if part.warmup_steps + decay > run.steps:
-            room = run.steps - part.warmup_steps
-            faults.append(
-                ConfigError(
-                    f"{decay} of run.steps={run.steps} steps decay, but optimizer.warmup_steps="
-                    f"{part.warmup_steps} leaves {room}; use {room / run.steps:.3g} or less",
-                    where=f"optimizer.decay_fraction={part.decay_fraction}",
-                )
-            )
-    return faults
+    ]
 
 
 def _choice_faults(config: RunConfig) -> list[ConfigError]:
     faults = []
     data, model, precision = config.data, config.model, config.train.precision
-    if data.tokenizer not in TOKENIZERS:
+    if data.tokenizer not in TOKENIZERS and not data.tokenizer.endswith(".json"):
         near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
         faults.append(
             ConfigError(
                 "unknown tokenizer",
                 where="data.tokenizer",
                 value=f'"{data.tokenizer}"',
-                allowed=", ".join(TOKENIZERS),
+                allowed=f"{', '.join(TOKENIZERS)}, or the path of a tokenizer.json",
                 cure=f'did you mean "{near[0]}"?' if near else "",
             )
         )
@@ -281,11 +253,3 @@ def _unsupported(config: RunConfig) -> list[ConfigError]:
         for axis, words in what.items()
         if getattr(config.mesh, axis) > 1
     ]
-
-
-def _raise(faults: list[ConfigError]) -> None:
-    """Raise the first fault with the others attached."""
-    if faults:
-        first = faults[0]
-        first.also = tuple(faults[1:])
-        raise first

@@ -5,6 +5,8 @@ Owns: which keys are idle under which other settings. Does not own: faults (`sha
 
 from collections.abc import Collection, Iterator, Mapping
 
+from pydantic import BaseModel
+
 from shardtrain.config import RunConfig
 
 _ADAMS = ("adamw", "adam", "muon")
@@ -17,10 +19,18 @@ def explicit_keys(config: RunConfig) -> set[str]:
         config: A loaded config.
 
     Returns:
-        Dotted keys.
+        Dotted keys. A section with every key written is taken for one of a `resolved.toml`: of that
+        only the keys count that differ from their defaults.
     """
-    sections = {name: getattr(config, name) for name in RunConfig.model_fields}
-    return {f"{name}.{key}" for name, part in sections.items() for key in part.model_fields_set}
+    keys = set()
+    for section in RunConfig.model_fields:
+        part: BaseModel = getattr(config, section)
+        fields = type(part).model_fields
+        for key in part.model_fields_set:
+            default = fields[key].get_default(call_default_factory=True, validated_data={})
+            if len(part.model_fields_set) < len(fields) or getattr(part, key) != default:
+                keys.add(f"{section}.{key}")
+    return keys
 
 
 def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> dict[str, str]:
@@ -42,7 +52,7 @@ def ineffective_settings(
     explicit: Collection[str] | None = None,
     degrees: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Return what was set and has no effect in this run.
+    """Return what was set and has no effect in this run, or not the whole of it.
 
     Args:
         config: A loaded config.
@@ -59,6 +69,12 @@ def ineffective_settings(
         if key in given:
             value = getattr(getattr(config, section), name)
             lines.append(f"{key}={value} has no effect: {reason}")
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    if warmup > steps > 0:
+        lines.append(
+            f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: "
+            "the peak learning rate is never reached"
+        )
     return lines
 
 

@@ -66,10 +66,10 @@ def write(config: BaseModel, idle: Collection[str]) -> str:
 
     Args:
         config: Sections by name.
-        idle: Keys that are written as comments, since they have no effect in this run.
+        idle: Keys without effect in this run, which is said beside them.
 
     Returns:
-        TOML that loads as the same config, if the idle keys have their defaults.
+        TOML that loads as the same config.
     """
     lines: list[str] = []
     for name, section in _sections(config).items():
@@ -77,7 +77,7 @@ def write(config: BaseModel, idle: Collection[str]) -> str:
         for key in type(section).model_fields:
             line = f"{key} = {value_text(getattr(section, key))}"
             idles = f"{name}.{key}" in idle
-            lines.append(f"# {line}  # no effect in this run" if idles else line)
+            lines.append(f"{line}  # no effect in this run" if idles else line)
     return "\n".join(lines[1:]) + "\n"
 
 

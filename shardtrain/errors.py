@@ -4,6 +4,8 @@ Owns: the error types that mean "the input is wrong, not the program" and their 
 Does not own: exit codes of anything else, and no check; checks live where a value enters.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """The user's input cannot be used: where it stands, its value, what is allowed, one cure."""
@@ -47,7 +49,7 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the keyword arguments, so that worker processes can raise it."""
-        return _rebuild, (type(self), *self.args)
+        return _rebuild, (type(self), *self.args[:-1], self.also)
 
 
 class ConfigError(UserError):
@@ -64,6 +66,21 @@ class CheckpointError(UserError):
 
 class DataError(UserError):
     """A data file is missing, empty, damaged or of another kind."""
+
+
+def raise_all(faults: Sequence[UserError]) -> None:
+    """Raise the first of several faults, with the others in its message.
+
+    Args:
+        faults: What is wrong; nothing happens when there is none.
+
+    Raises:
+        UserError: The first fault.
+    """
+    if faults:
+        first, *others = faults
+        first.also = tuple(others)
+        raise first
 
 
 def _rebuild(

@@ -21,7 +21,7 @@ class DataConfig(BaseModel):
     """Text file, folder of text, JSONL, Parquet, or a prepared folder. "" = the source text of
     Python's own standard library."""
     tokenizer: str = "bytes"
-    """How text becomes tokens. bytes = one token a byte, 256 in all."""
+    """How text becomes tokens: a tokenizer.json, or bytes = one token a byte, 256 in all."""
     sequence_length: int = Field(ge=1)
     """Tokens predicted per sequence."""
     batch_size: int = Field(ge=1)

@@ -34,7 +34,7 @@ class OptimizerConfig(BaseModel):
     final_ratio: float = Field(0.1, ge=0.0, le=1.0)
     """Last learning rate as a part of the peak (not with schedule = "constant")."""
     decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
-    """Part of all steps that the decay takes (schedule = "wsd")."""
+    """Part of the steps after the warm-up that the decay takes (schedule = "wsd")."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay rate of the first moment (adamw, adam, lion, muon's adamw part)."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)

@@ -7,7 +7,7 @@ check that needs another section (those are in `shardtrain.plan.layout`), nor wh
 import math
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from shardtrain.errors import ShardingError
 
@@ -84,3 +84,10 @@ class ShardingConfig(BaseModel):
     rules: dict[str, str | list[str] | None] = Field(default_factory=dict)
     """Rows that replace those of the sharding table: logical axis = mesh axis, a list of them, or
     "" for none. Empty = the table as it is."""
+
+    @field_validator("rules")
+    @classmethod
+    def _no_axis(
+        cls, rules: dict[str, str | list[str] | None]
+    ) -> dict[str, str | list[str] | None]:
+        return {axis: row or "" for axis, row in rules.items()}  # one way to write "none"

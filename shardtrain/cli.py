@@ -1,0 +1,309 @@
+"""The command line: which commands there are, and how their faults are told.
+
+Owns: the commands' own options, exit codes for errors, the order of things before jax is imported.
+Does not own: what a command does; each handler imports its module when it runs, so that help and
+refusals never import jax.
+"""
+
+import difflib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from shardtrain import __version__
+from shardtrain.cli_flags import parse, parse_plain
+from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
+from shardtrain.config_effects import ineffective_settings
+from shardtrain.errors import ConfigError, UserError
+from shardtrain.sharding.devices import expected_devices, prepare_devices
+
+EXIT_FAULT_OF_OURS = 70
+EXIT_INTERRUPTED = 130
+
+Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+RunSource = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model, or go on with a run that was begun."""
+
+    config: Source = "quickstart"
+    """A TOML file, a run folder, or a shipped config."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare the config's layout with one device on the same batches; exit 1 beyond the bound."""
+
+    config: Source = "quickstart"
+    """A TOML file, a run folder, or a shipped config."""
+    steps: int = 3
+    """Updates to compare."""
+    shrink: bool = False
+    """Use a small model of the same shape."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Turn text files, folders, JSONL and Parquet text columns into token files."""
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH...")]
+    """Files and folders."""
+    out: str
+    """Folder for train.tokens and validation.tokens."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json."""
+    validation_fraction: float = 0.05
+    """Part of the documents kept for validation."""
+    seed: int = 0
+    """Decides which documents those are."""
+    column: str = ""
+    """Field or column that holds the text. "" = the one that is there."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Let a trained run go on with a text."""
+
+    run: RunSource
+    """A run folder, or the config of one."""
+    prompt: str = ""
+    """Text to go on with."""
+    tokens: int = 200
+    """Tokens to generate."""
+    temperature: float = 0.8
+    """Randomness; 0 takes the likeliest token."""
+    seed: int = 0
+    """Seed of the draws."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Print the validation loss of a run's newest checkpoint."""
+
+    run: RunSource
+    """A run folder, or the config of one."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Print a config with every key resolved, or where each parameter rests."""
+
+    config: Source = "quickstart"
+    """A TOML file, a run folder, or a shipped config."""
+    placement: bool = False
+    """For each parameter: names, rule, spec and bytes per device, and the totals."""
+    template: bool = False
+    """A commented config to start from."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time the steps of a config."""
+
+    config: Source = "bench_small"
+    """A TOML file, a run folder, or a shipped config."""
+    steps: int = 12
+    """Timed steps."""
+    warmup: int = 3
+    """Steps before them."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine can do and what is missing."""
+
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def _train(_options: Train, config: RunConfig) -> int:
+    _devices(config)
+    from shardtrain.run import train_command
+
+    return train_command(config)
+
+
+def _verify(options: Verify, config: RunConfig) -> int:
+    _devices(config)
+    from shardtrain.verify.verify import verify_command
+
+    return verify_command(config, steps=options.steps, shrink=options.shrink, json=options.json)
+
+
+def _prepare(options: Prepare) -> int:
+    from shardtrain.data.prepare import prepare_command
+
+    prepare_command(
+        options.paths,
+        options.out,
+        options.tokenizer,
+        options.validation_fraction,
+        options.seed,
+        options.column,
+    )
+    return 0
+
+
+def _generate(options: Generate, config: RunConfig) -> int:
+    _devices(config)
+    from shardtrain.train.generate import generate_command
+
+    return generate_command(
+        config,
+        prompt=options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        json=options.json,
+    )
+
+
+def _evaluate(options: Evaluate, config: RunConfig) -> int:
+    _devices(config)
+    from shardtrain.run import eval_command
+
+    return eval_command(config, json=options.json)
+
+
+def _show(options: Show, config: RunConfig) -> int:
+    if options.placement:
+        prepare_devices(config.run.cpu_devices)
+        from shardtrain.run import placement_command
+
+        return placement_command(config, json=options.json)
+    if options.template:
+        print(to_template(config), end="")
+        return 0
+    print(json.dumps(config.model_dump(), indent=2) if options.json else to_toml(config).rstrip())
+    for line in ineffective_settings(config):
+        print(f"note: {line}", file=sys.stderr)
+    return 0
+
+
+def _bench(options: Bench, config: RunConfig) -> int:
+    _devices(config)
+    from shardtrain.bench import bench_command
+
+    return bench_command(config, steps=options.steps, warmup=options.warmup, json=options.json)
+
+
+def _doctor(options: Doctor) -> int:
+    from shardtrain.doctor import doctor_command
+
+    return doctor_command(json=options.json)
+
+
+def _devices(config: RunConfig) -> None:
+    """Check the mesh while jax is not imported, as far as that goes, and ask for CPU devices."""
+    expected = expected_devices(config.run.cpu_devices)
+    if expected is not None:
+        resolve_mesh(config, expected)
+    prepare_devices(config.run.cpu_devices)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its options, the one of them that names a config, and what it does."""
+
+    options: type[Any]
+    source: str
+    handler: Callable[..., int]
+
+
+COMMANDS = {
+    "train": Command(Train, "config", _train),
+    "verify": Command(Verify, "config", _verify),
+    "prepare": Command(Prepare, "", _prepare),
+    "generate": Command(Generate, "run", _generate),
+    "eval": Command(Evaluate, "run", _evaluate),
+    "config": Command(Show, "config", _show),
+    "bench": Command(Bench, "config", _bench),
+    "doctor": Command(Doctor, "", _doctor),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: The words after the program's name; None = those of this process.
+
+    Returns:
+        The exit code: 0 done, 2 the input is wrong, 70 a fault of ours, and what the command says.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except Exception:
+        traceback.print_exc()
+        print(
+            "\nThis is a fault in shardtrain, not in your input. Please report it with the lines "
+            f"above, the command\n  shardtrain {' '.join(words)}\n"
+            "and what `shardtrain doctor` prints.",
+            file=sys.stderr,
+        )
+        return EXIT_FAULT_OF_OURS
+
+
+def _dispatch(words: list[str]) -> int:
+    name, *rest = words or ["--help"]
+    if name in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"shardtrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        raise ConfigError(
+            "there is no such command",
+            where=name,
+            allowed=", ".join(COMMANDS),
+            cure=f"did you mean {near[0]}?" if near else "",
+        )
+    command = COMMANDS[name]
+    if not command.source:
+        return command.handler(parse_plain(command.options, rest, command=name))
+    options, source, flags = parse(command.options, rest, command=name, source=command.source)
+    return command.handler(options, load_config(source, flags))
+
+
+def _overview() -> str:
+    lines = ["usage: shardtrain COMMAND [OPTIONS]", "", "One sharded trainer in JAX.", ""]
+    lines += [
+        f"  {name:9} {(command.options.__doc__ or '').splitlines()[0]}"
+        for name, command in COMMANDS.items()
+    ]
+    lines += ["", "`shardtrain COMMAND --help` has the options; every key of a config is one."]
+    return "\n".join(lines)

@@ -1,0 +1,28 @@
+"""Settings of every test: 8 virtual CPU devices, strict promotion, caches that all workers share.
+
+They are environment variables, set before jax is imported, so that processes which tests start have
+them too.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+DEVICES = 8
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    expression = str(config.getoption("markexpr")).replace("not gpu", "")
+    if "gpu" not in expression:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    flag = f"--xla_force_host_platform_device_count={DEVICES}"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+    cache = Path(config.rootpath) / ".pytest_cache"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    os.environ.setdefault("SHARDTRAIN_CACHE", str(cache / "data"))
