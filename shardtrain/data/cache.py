@@ -21,6 +21,7 @@ from shardtrain.errors import DataError
 Say = Callable[[str], None]
 
 _SETTLED_NS = 2_000_000_000
+_SIGN_SECONDS = 1.0
 
 
 def silent(message: str) -> None:
@@ -107,7 +108,7 @@ def _sign_of_life(lock: Path) -> Callable[[], None]:
 
     def alive() -> None:
         nonlocal last
-        if time.monotonic() - last > 1:
+        if time.monotonic() - last > _SIGN_SECONDS:
             last = time.monotonic()
             os.utime(lock)
 

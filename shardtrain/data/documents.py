@@ -183,7 +183,7 @@ def _kind(path: Path) -> Kind | None:
     if start.startswith(MAGIC) or b"\0" in start:
         return None
     try:
-        start[: _text_boundary(start)].decode()
+        start[: _text_boundary(start) if len(start) == _SNIFF else None].decode()
     except UnicodeDecodeError:
         return None
     return "text"
