@@ -8,8 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 DEVICES = 8
+# the machine is shared, so time is no fault; and a test that passed passes again
+settings.register_profile("shardtrain", deadline=None, derandomize=True)
+settings.load_profile("shardtrain")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     flag = f"--xla_force_host_platform_device_count={DEVICES}"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    python_path = [str(config.rootpath), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     cache = Path(config.rootpath) / ".pytest_cache"
