@@ -86,8 +86,9 @@ st.load_config(), st.RunConfig, st.ConfigError, dir(st), st.train
 sys.exit(str(loaded) if (loaded := [name for name in {HEAVY!r} if name in sys.modules]) else 0)
 """
 
-
-XX
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.strip()) == (0, "")
 
 
 def test_the_number_of_devices_comes_from_the_environment_without_cpu_devices() -> None:
