@@ -397,5 +397,6 @@ def prepare_command(
                 f"{header.dtype}, vocabulary {header.vocab_size:,}",
                 markup=False,
                 highlight=False,
+                soft_wrap=True,
             )
     return prepared
