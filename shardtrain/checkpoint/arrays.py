@@ -9,6 +9,7 @@ a checkpoint does not depend on the classes that hold them. Nothing of the saved
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,7 @@ class Writer:
     """Writes the leaves of one step with Orbax: `start` copies, `finish` waits for the disk."""
 
     def __init__(self) -> None:
+        logging.getLogger("absl").addFilter(_not_a_failed_save)
         registry = ocp.type_handlers.create_type_handler_registry(
             (
                 jax.Array,
@@ -240,6 +242,11 @@ def _keys() -> dict[str, jax.ShapeDtypeStruct]:
 
 def _is_key(leaf: Leaf) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _not_a_failed_save(line: logging.LogRecord) -> bool:
+    # Orbax prints sixty lines of traceback; `finish` raises the same error.
+    return not (line.filename == "async_checkpointer.py" and line.levelno == logging.ERROR)
 
 
 def _key_impl(leaf: Leaf) -> str:

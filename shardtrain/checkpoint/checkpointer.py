@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import platform
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -49,7 +50,11 @@ class Writer(Protocol):
 
 
 class Checkpointer:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory.
+
+    Use it as a context manager, or call `close`: a save that is under way when the interpreter
+    shuts down cannot start the threads that it needs.
+    """
 
     def __init__(self, directory: str | Path, keep: int, *, writer: Writer | None = None) -> None:
         """Look at a folder; nothing is written or deleted before the first save.
@@ -220,6 +225,8 @@ class Checkpointer:
         except Exception as error:
             self._error = self._failed(record.step, error)
             self._error.__cause__ = error
+            if not threading.main_thread().is_alive():
+                print(self._error, file=sys.stderr)  # nobody is left to raise it to
             try:
                 folder.remove(temporary)
             except OSError:
@@ -241,7 +248,7 @@ class Checkpointer:
         return CheckpointError(
             f"step {step} was not saved",
             where=str(self.directory),
-            value=f"{type(error).__name__}: {str(error)[:400]}",
+            value=_shorten(f"{type(error).__name__}: {error}"),
             cure="free some space or repair the folder, then run again; "
             + ("no step is complete" if latest is None else f"the run goes on from step {latest}"),
         )
@@ -348,7 +355,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"step {step} cannot be read",
                 where=str(path),
-                value=f"{type(error).__name__}: {str(error)[:400]}",
+                value=_shorten(f"{type(error).__name__}: {error}"),
                 cure="move this step away; the run goes on from the one before",
             ) from error
 
@@ -381,6 +388,11 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _shorten(text: str) -> str:
+    # The reason is at the end, after long paths.
+    return text if len(text) <= 400 else f"{text[:120]} ... {text[-260:]}"
 
 
 def _size(num_bytes: int) -> str:

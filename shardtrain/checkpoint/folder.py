@@ -88,8 +88,12 @@ def complete_steps(directory: Path) -> list[int]:
     """
     if not directory.is_dir():
         return []
-    names = (entry.name for entry in directory.iterdir() if _STEP.fullmatch(entry.name))
-    return sorted(int(name) for name in names if (directory / name / RECORD).is_file())
+    while True:
+        names = [entry.name for entry in directory.iterdir() if _STEP.fullmatch(entry.name)]
+        found = [int(name) for name in names if (directory / name / RECORD).is_file()]
+        # A writer may have completed one step and retired another after the names were read.
+        if all((directory / name).exists() for name in names):
+            return sorted(found)
 
 
 def leftovers(directory: Path) -> list[Path]:
