@@ -158,7 +158,8 @@ def known_vocab(config: RunConfig) -> int | None:
     Returns:
         The size, or None for a prepared folder or a tokenizer file, which say it themselves.
     """
-    if config.data.path and Path(config.data.path, "train.tokens").exists():
+    path = Path(config.data.path)
+    if config.data.path and (path.suffix == ".tokens" or (path / "train.tokens").exists()):
         return None
     return TOKENIZERS.get(config.data.tokenizer)
 

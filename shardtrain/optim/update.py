@@ -39,7 +39,7 @@ class Optimizer:
         """One update.
 
         Args:
-            grads: the whole step's gradient, in any dtype.
+            grads: the whole step's gradient, in any dtype, resting like the optimizer's state.
             state: as from `init`.
             params: the parameters, in the compute dtype.
             update: the number of this update, the first being 1.
@@ -54,7 +54,6 @@ class Optimizer:
         at_rest = self.placement.optimizer
         # Scaled here and not inside the transformation: the norm is that of all leaves.
         grads = jax.tree.map(lambda g: g.astype(wide) * jnp.asarray(factor, wide), grads)
-        grads = _constrain(grads, at_rest)
         master = state["master"] if self.policy.has_master else _constrain(params, at_rest)
         direction, inner = self.transform.update(grads, state["transform"], master)
         new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, master, direction)

@@ -154,12 +154,13 @@ class Placement:
 
     @property
     def gradients(self) -> PyTree:
-        """A sharding for every gradient, once reduced."""
+        """A sharding for every gradient while it is made, microbatch by microbatch."""
         return self._shardings(self.zero >= 2)
 
     @property
     def optimizer(self) -> PyTree:
-        """A sharding for every tensor of the optimizer that has a parameter's shape."""
+        """A sharding for every tensor of the optimizer that has a parameter's shape, and for the
+        whole step's gradient: under ZeRO 1 it is reduced straight into the shards that use it."""
         return self._shardings(self.zero >= 1)
 
     @property

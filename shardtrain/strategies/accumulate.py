@@ -44,7 +44,7 @@ def make_gradients(
 
     def placed(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         sums, grads = gradients(params, batch, shared)
-        return sums, _constrain(grads, placement.gradients)
+        return sums, _constrain(grads, placement.optimizer)
 
     return placed
 

@@ -24,6 +24,11 @@ class Task(Protocol):
         """The terms of the loss and their coefficients."""
         ...
 
+    @property
+    def headline(self) -> str:
+        """The term that evaluation reports."""
+        ...
+
     def totals(self, batch: Batch) -> dict[str, jax.Array]:
         """The weight of each term over a batch with any leading dims."""
         ...

@@ -26,6 +26,11 @@ class LanguageModel:
         z_loss = {"z_loss": self.config.z_loss} if self.config.z_loss else {}
         return {"nll": 1.0, **z_loss}
 
+    @property
+    def headline(self) -> str:
+        """Cross-entropy, in nats a token."""
+        return "nll"
+
     def totals(self, batch: Batch) -> dict[str, jax.Array]:
         """The number of targets that count."""
         weight = jnp.sum(batch["weights"])

@@ -60,7 +60,7 @@ class Program:
     # -- shapes and placements
 
     @cached_property
-    def _abstract(self) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    def _abstract(self) -> tuple[nnx.GraphDef[Any], Any]:
         """The model without its parameters, and their shapes in the master dtype."""
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         graph, state = nnx.split(model)
@@ -185,7 +185,7 @@ class Program:
         """The same step, also returning the gradients; for comparisons."""
         return jax.jit(
             self._step,
-            out_shardings=(self.shardings, self.placement.whole, self.placement.gradients),
+            out_shardings=(self.shardings, self.placement.whole, self.placement.optimizer),
         )
 
     @cached_property

@@ -1,0 +1,32 @@
+"""How many FLOPs a token costs a transformer: counted from its config, as the model is built."""
+
+from shardtrain.models.config import TransformerConfig
+from shardtrain.models.transformer import GATED
+
+
+def matrix_parameters(config: TransformerConfig, vocab_size: int) -> int:
+    """Parameters that multiply every token: the matrices of the stack, and the head (tied or not)."""
+    embed, size = config.embed_dim, config.head_size
+    qkv = embed * (config.num_heads + 2 * config.kv_heads) * size
+    out = config.num_heads * size * embed
+    mlp = (3 if config.activation in GATED else 2) * embed * config.mlp_size
+    return config.num_layers * (qkv + out + mlp) + vocab_size * embed
+
+
+def training_flops_per_token(
+    config: TransformerConfig, *, vocab_size: int, length: int, causal: bool = False
+) -> int:
+    """FLOPs of forward and backward for one token.
+
+    6 for each matrix parameter, and 12 x layers x heads x head_dim x length for attention's two
+    products, the convention of PaLM's appendix B (arXiv 2204.02311).
+
+    Args:
+        config: the model.
+        vocab_size: tokens that are predicted, without padding.
+        length: tokens of a sequence.
+        causal: count only the half of attention that a causal mask leaves. The default counts it in
+            full, as most published figures do.
+    """
+    attention = 12 * config.num_layers * config.num_heads * config.head_size * length
+    return 6 * matrix_parameters(config, vocab_size) + attention // (2 if causal else 1)

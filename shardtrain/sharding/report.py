@@ -1,0 +1,97 @@
+"""A placement for the eye and for programs: each parameter's names, partition and bytes per device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardtrain.sharding.placement import Placement, bytes_per_device, leaves_by_path, tree_bytes
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter."""
+
+    path: str
+    names: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    spec: tuple[Any, ...]
+    """Mesh axes of each dim, while the parameter rests."""
+    stored_spec: tuple[Any, ...]
+    """Mesh axes of each dim of its optimizer state."""
+    note: str
+    """Why it is split along another axis than the table's, or not at all."""
+    parameters: int
+    """Bytes on one device."""
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All parameters, and the totals in bytes on one device."""
+
+    rows: tuple[Row, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Moments, master weights, counts: everything of the optimizer."""
+
+    @property
+    def state(self) -> int:
+        """What rests between two steps: parameters and optimizer state."""
+        return self.parameters + self.optimizer
+
+
+def report(
+    placement: Placement, *, params: PyTree, opt_state: PyTree, gradient_dtype: Any
+) -> Report:
+    """Counts what one device holds.
+
+    Args:
+        placement: where things rest.
+        params: shapes and dtypes of the parameters.
+        opt_state: shapes and dtypes of the optimizer's state.
+        gradient_dtype: dtype in which the whole step's gradient exists.
+    """
+    opt_shardings = placement.optimizer_state(opt_state)
+    by_owner: dict[str, int] = {}
+    leaves = zip(leaves_by_path(opt_state), jax.tree.leaves(opt_shardings), strict=True)
+    shapes = dict(leaves_by_path(params))
+    for (path, leaf), sharding in leaves:
+        owner = next((p for p in shapes if path.endswith("/" + p)), "")
+        size = bytes_per_device(leaf.shape, leaf.dtype, sharding)
+        by_owner[owner] = by_owner.get(owner, 0) + size
+    at_rest = dict(leaves_by_path(placement.params))
+    gradients = dict(leaves_by_path(placement.gradients))
+    stored = dict(leaves_by_path(placement.optimizer))
+    notes = dict(leaves_by_path(placement.resting(stored=placement.zero >= 1)))
+    names = dict(
+        zip(
+            shapes,
+            jax.tree.leaves(placement.names, is_leaf=lambda x: isinstance(x, tuple)),
+            strict=True,
+        )
+    )
+    rows = tuple(
+        Row(
+            path=path,
+            names=names[path],
+            shape=leaf.shape,
+            spec=tuple(at_rest[path].spec),
+            stored_spec=tuple(stored[path].spec),
+            note=notes[path].note,
+            parameters=bytes_per_device(leaf.shape, leaf.dtype, at_rest[path]),
+            gradients=bytes_per_device(leaf.shape, gradient_dtype, gradients[path]),
+            optimizer=by_owner.get(path, 0),
+        )
+        for path, leaf in shapes.items()
+    )
+    return Report(
+        rows=rows,
+        parameters=sum(row.parameters for row in rows),
+        gradients=sum(row.gradients for row in rows),
+        optimizer=tree_bytes(opt_state, opt_shardings),
+    )

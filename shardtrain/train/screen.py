@@ -1,0 +1,99 @@
+"""What a person sees: what runs where, then a line now and then, and a bar on a terminal."""
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def human_bytes(number: float) -> str:
+    """A size in words, such as `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.2f} TiB"
+
+
+def human_time(seconds: float) -> str:
+    """A duration as `m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Screen:
+    """An observer of the loop that writes to standard error."""
+
+    def __init__(self, *, first: int, last: int, every: int, console: Console | None = None) -> None:
+        """Prepares the screen.
+
+        Args:
+            first: updates done at the start.
+            last: the update after which the run ends.
+            every: updates between two lines.
+        """
+        self.console = console or Console(stderr=True, highlight=False)
+        self._first, self._last, self._every = first, last, every
+        self._begun = time.perf_counter()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=last, completed=first)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Shows pairs of a name and a text."""
+        table = Table(title=title, show_header=False, title_justify="left", box=None)
+        for name, text in rows:
+            table.add_row(f"[bold]{name}[/bold]", text)
+        self.console.print(table)
+
+    def say(self, message: str) -> None:
+        """Shows a line."""
+        self.console.print(message, markup=False)
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        """Moves the bar; writes a line when it is time or a validation loss came in."""
+        self._bar.update(self._task, completed=step)
+        if step % self._every and step != self._last and "val_loss" not in values:
+            return
+        left = (time.perf_counter() - self._begun) / (step - self._first) * (self._last - step)
+        words = [
+            f"step {step:>{len(str(self._last))}}/{self._last}",
+            f"loss {values['loss']:.4f}",
+            *([f"val_loss {values['val_loss']:.4f}"] if "val_loss" in values else []),
+            f"grad {values['grad_norm']:.3f}",
+            f"lr {values['learning_rate']:.2e}",
+            f"{values['tokens_per_second']:,.0f} tokens/s",
+            *([f"mfu {values['mfu']:.1%}"] if values.get("mfu") is not None else []),
+            f"eta {human_time(left)}",
+        ]
+        self.say("  ".join(words))
+
+    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        """Says what was saved; other events have their own words where they happen."""
+        if name == "save":
+            self.say(f"saved step {step} in {values['seconds']:.1f} s")
