@@ -1,4 +1,4 @@
-"""Settings of every test: 8 virtual CPU devices, strict promotion, caches that all workers share.
+"""Settings of every test: 8 virtual CPU devices, strict dtype promotion, caches that all workers share.
 
 They are environment variables, set before jax is imported, so that processes which tests start have
 them too.
@@ -26,7 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     python_path = [str(config.rootpath), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     cache = Path(config.rootpath) / ".pytest_cache"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
