@@ -1,4 +1,4 @@
-"""Settings of every test: 8 virtual CPU devices, strict dtype promotion, caches that all workers share.
+"""Settings of every test: 8 virtual CPU devices, strict dtypes, caches that all workers share.
 
 They are environment variables, set before jax is imported, so that processes which tests start have
 them too.

@@ -71,6 +71,7 @@ def test_help_does_not_import_jax(command: str | None) -> None:
         (("generate", "nowhere"), "nowhere: there is no such config"),
     ],
 )
+@pytest.mark.smoke312
 def test_a_refusal_does_not_import_jax(words: tuple[str, ...], message: str) -> None:
     result = run(*words)
     assert (result.returncode, result.stdout) == (2, "")
@@ -104,6 +105,7 @@ def test_the_number_of_devices_comes_from_the_environment_without_cpu_devices() 
 # -- flags
 
 
+@pytest.mark.smoke312
 def test_flags_reach_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--mesh.tensor 4 --mesh.data=-1 --sharding.sequence_parallel True --run.stop-at 7"
     more = "--optimizer.learning_rate 1e-4 --log.trackers --sharding.rules mlp data vocab"

@@ -53,6 +53,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("name", shipped_configs())
+@pytest.mark.smoke312
 def test_shipped_configs_load_and_survive_writing(name: str, tmp_path: Path) -> None:
     config = st.load_config(name)
     assert config.run.name == name
@@ -573,6 +574,7 @@ def test_a_mesh_knows_its_axes() -> None:
     ],
     ids=["before jax", "jax imported", "jax started", "jax started with as many"],
 )
+@pytest.mark.smoke312
 def test_virtual_devices(before: str, result: str) -> None:
     code = f"""
 import os
