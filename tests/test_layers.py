@@ -21,7 +21,7 @@ LAYERS = (
     ("interop",),
     ("config",),
     ("run",),
-    ("launch", "report", "doctor", "bench"),
+    ("commands", "launch", "report", "doctor", "bench"),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
