@@ -4,10 +4,10 @@ Owns: the two products, the masked softmax between them, and their gradient; the
 Does not own: projections, rotary positions, dropout, nor attention over a split `length`.
 
 The backward pass recomputes the probabilities of a block from the row sums that the forward pass
-keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved.
+keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved. It works on
+[keys, queries], so that its products are contracted on the left operand's last dim.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from shardtrain.ops.dense import phrasing
+from shardtrain.ops.dense import phrasing, transposed
+from shardtrain.ops.sums import sum_dtype
 
 BLOCK = 128
-"""Query rows of a block on CPU: keys past a block's last row are never touched."""
+"""Rows of a block on CPU: what causality hides from a whole block is never computed."""
 MASKED = -1e30
 """Score of a key that a query may not see: finite, so that no difference of scores is NaN."""
 
@@ -52,8 +53,36 @@ def attention(
         return _cudnn(q, k, v, segments, alibi, causal)
     how = phrasing()
     block = BLOCK if causal and how.flatten else q.shape[1]
-    static = Static(min(block, q.shape[1]), causal, how.widen and q.dtype.itemsize == 2)
+    static = Static(block, causal, how.canonical)
     return _attention(static, q, k, v, segments, alibi)
+
+
+@jax.custom_vjp
+def split_groups(
+    qkv: Float[Array, "batch length kv_heads group head_dim"],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts each group of a fused product into queries, key and value.
+
+    Args:
+        qkv: in `group`, the queries of one key/value head, then its key, then its value.
+
+    Returns:
+        q [batch, length, kv_heads, queries, head_dim], and k and v without the fourth dim. The
+        gradient is one concatenation, where slices would be padded and added.
+    """
+    return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+
+
+def _split_forward(qkv: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+    return split_groups(qkv), None
+
+
+def _split_backward(_: None, g: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array]:
+    dq, dk, dv = g
+    return (jnp.concatenate([dq, dk[..., None, :], dv[..., None, :]], -2),)
+
+
+split_groups.defvjp(_split_forward, _split_backward)
 
 
 class Static(NamedTuple):
@@ -61,7 +90,7 @@ class Static(NamedTuple):
 
     block: int
     causal: bool
-    widen: bool
+    canonical: bool
 
 
 class Saved(NamedTuple):
@@ -97,16 +126,19 @@ def _forward(
     alibi: jax.Array | None,
 ) -> tuple[jax.Array, Saved]:
     q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    length = q.shape[3]
+    slopes = None if alibi is None else alibi[:, :, None, None]
     outs, sums = [], []
-    for start, stop, end in _blocks(static, q.shape[3]):
-        scores = _scores(q[..., start:stop, :], k[..., :end, :])
-        scores = _biased(static, scores, start, segments, alibi)
+    for start, stop in _blocks(static, length):
+        end = stop if static.causal else length
+        part = q[..., start:stop, :]
+        scores = _product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
+        at = _along(2, start, stop), _along(3, 0, end)
+        scores = _hidden(static, scores, *at, segments, slopes)
         peak = scores.max(-1, keepdims=True)
-        weights = jnp.exp(scores - peak)
-        total = weights.sum(-1, keepdims=True)
-        mixed = _rows_times(weights.astype(q.dtype), v[..., :end, :]).astype(wide)
-        outs.append((mixed / total).astype(q.dtype))
+        weights = jnp.exp(scores - peak).astype(q.dtype)
+        total = weights.astype(scores.dtype).sum(-1, keepdims=True)
+        outs.append((_product(weights, v[..., :end, :], 4, 2) / total).astype(q.dtype))
         sums.append((peak + jnp.log(total))[..., 0])
     out = _join(outs, 3).transpose(0, 3, 1, 2, 4)
     return out, Saved(q, k, v, out, _join(sums, 3), segments, alibi)
@@ -116,31 +148,36 @@ def _backward(
     static: Static, saved: Saved, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     q, k, v = saved.q, saved.k, saved.v
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    length = q.shape[3]
-    along = (g.astype(wide) * saved.out.astype(wide)).sum(-1).transpose(0, 2, 3, 1)
+    batch, heads, group, length, size = q.shape
+    along = _row_products(static, g, saved.out)
     g = _heads_first(g)
-    scale = q.shape[-1] ** -0.5
-    dq = []
-    dk, dv = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
-    for start, stop, end in _blocks(static, length):
-        rows = slice(start, stop)
-        q_block, g_block, keys = q[..., rows, :], g[..., rows, :], k[..., :end, :]
-        scores = _scores(q_block, keys)
-        scores = _biased(static, scores, start, saved.segments, saved.alibi)
-        weights = jnp.exp(scores - saved.log_sum[..., rows, None])
-        mixed = _scores_like(g_block, v[..., :end, :]).astype(wide)
-        slope = weights * (mixed - along[..., rows, None]) * scale
-        slope = slope.astype(q.dtype)
-        dq.append(_rows_times(slope, keys).astype(q.dtype))
-        rest = ((0, 0), (0, 0), (0, length - end), (0, 0))
-        dk += jnp.pad(_columns_times(static, slope, q_block).astype(wide), rest)
-        dv += jnp.pad(_columns_times(static, weights.astype(q.dtype), g_block).astype(wide), rest)
+    slopes = None if saved.alibi is None else saved.alibi[:, None, :, None]
+    parts: list[list[jax.Array]] = [[] for _ in _blocks(static, length)]
+    dk, dv = [], []
+    for start, stop in _blocks(static, length):
+        first = start if static.causal else 0
+        queries, outer = (_flat(a[..., first:, :]) for a in (q, g))
+        keys, values = k[..., start:stop, :], v[..., start:stop, :]
+        scores = _product(keys, queries, 3, 3) * size**-0.5
+        shape = (batch, heads, stop - start, group, length - first)
+        at = _along(3, first, length), _along(1, start, stop)
+        scores = _hidden(static, scores.reshape(shape), *at, saved.segments, slopes)
+        weights = jnp.exp(scores - saved.log_sum[:, :, None, :, first:])
+        mixed = _product(values, outer, 3, 3).reshape(shape)
+        slope = weights * (mixed - along[:, :, None, :, first:]) * size**-0.5
+        slope, weights = (a.astype(q.dtype).reshape(*keys.shape[:3], -1) for a in (slope, weights))
+        dk.append(_product(slope, queries, 3, 2).astype(k.dtype))
+        dv.append(_product(weights, outer, 3, 2).astype(v.dtype))
+        part = _columns_product(static, keys, slope).reshape(batch, heads, size, group, -1)
+        for index, (low, high) in enumerate(_blocks(static, length)):
+            if low >= first:
+                parts[index].append(part[..., low - first : high - first])
+    dq = _join([sum(some[1:], some[0]).astype(q.dtype) for some in parts], 4)
     back = (0, 2, 1, 3)
     return (
-        _join(dq, 3).transpose(0, 3, 1, 2, 4),
-        dk.astype(k.dtype).transpose(back),
-        dv.astype(v.dtype).transpose(back),
+        dq.transpose(0, 4, 1, 3, 2),
+        _join(dk, 2).transpose(back),
+        _join(dv, 2).transpose(back),
         None,
         None,
     )
@@ -149,11 +186,14 @@ def _backward(
 _attention.defvjp(_forward, _backward)
 
 
-def _blocks(static: Static, length: int) -> Iterator[tuple[int, int, int]]:
-    """First row, row past the last, and number of keys that the rows may see."""
-    for start in range(0, length, static.block):
-        stop = min(start + static.block, length)
-        yield start, stop, stop if static.causal else length
+def _blocks(static: Static, length: int) -> list[tuple[int, int]]:
+    """First row of each block and the row past its last."""
+    return [(low, min(low + static.block, length)) for low in range(0, length, static.block)]
+
+
+def _along(dim: int, start: int, stop: int) -> jax.Array:
+    """Positions along one of four dims."""
+    return jnp.arange(start, stop).reshape([-1 if i == dim else 1 for i in range(4)])
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
@@ -161,64 +201,69 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, -2)
 
 
+def _flat(x: jax.Array) -> jax.Array:
+    """[batch, kv_heads, group, rows, head_dim] -> [batch, kv_heads, group x rows, head_dim]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
 def _join(parts: list[jax.Array], dim: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
 
-def _biased(
+def _hidden(
     static: Static,
     scores: jax.Array,
-    start: int,
+    rows: jax.Array,
+    keys: jax.Array,
     segments: jax.Array | None,
-    alibi: jax.Array | None,
+    slopes: jax.Array | None,
 ) -> jax.Array:
-    """Hides the keys that a row may not see; scores are [batch, kv_heads, group, rows, keys]."""
-    rows, keys = scores.shape[-2:]
-    row = start + lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
-    key = lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
-    if alibi is not None:
-        distance = jnp.abs(row - key).astype(scores.dtype)
-        scores -= alibi.astype(scores.dtype)[:, :, None, None] * distance
-    seen = row >= key if static.causal else None
+    """Applies ALiBi to scores and hides the keys that a row may not see.
+
+    Args:
+        static: see there.
+        scores: [batch, kv_heads, group, rows, keys] or [batch, kv_heads, keys, group, rows].
+        rows: positions, with the dims of `scores` after `batch`.
+        keys: likewise.
+        segments: document of each position.
+        slopes: with the dims of `scores` after `batch`.
+    """
+    if slopes is not None:
+        bias = slopes.astype(scores.dtype) * jnp.abs(rows - keys).astype(scores.dtype)
+        scores -= jnp.broadcast_to(bias, scores.shape)
+    if static.causal:
+        scores = jnp.where(jnp.broadcast_to(rows >= keys, scores.shape), scores, MASKED)
     if segments is not None:
-        same = segments[:, start : start + rows, None] == segments[:, None, :keys]
-        same = same[:, None, None]
-        seen = same if seen is None else seen & same
-    return scores if seen is None else jnp.where(seen, scores, MASKED)
-
-
-# -- products; the left operand has a group of rows for each key/value head
-
-
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Scaled products of queries and keys, in at least 32 bits."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores: jax.Array = _scores_like(q, k).astype(wide) * q.shape[-1] ** -0.5
+        same = segments[:, rows] == segments[:, keys]
+        scores = jnp.where(jnp.broadcast_to(same, scores.shape), scores, MASKED)
     return scores
 
 
-def _scores_like(x: jax.Array, y: jax.Array) -> jax.Array:
-    """[b, n, g, rows, h] with [b, n, keys, h] -> [b, n, g, rows, keys]."""
-    return _batched(x, y, 4, 3)
+# -- products for each batch row and key/value head, in at least 32 bits
 
 
-def _rows_times(x: jax.Array, y: jax.Array) -> jax.Array:
-    """[b, n, g, rows, keys] with [b, n, keys, h] -> [b, n, g, rows, h]."""
-    return _batched(x, y, 4, 2)
-
-
-def _batched(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
-    wide = jnp.float32 if x.dtype.itemsize == 2 else None
-    return lax.dot_general(
+def _product(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
+    wide = sum_dtype(x.dtype)
+    out: jax.Array = lax.dot_general(
         x, y, (((over_x,), (over_y,)), ((0, 1), (0, 1))), preferred_element_type=wide
     )
+    return out
 
 
-def _columns_times(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
-    """[b, n, g, rows, keys] with [b, n, g, rows, h] -> [b, n, keys, h], summed over the group."""
-    if x.dtype.itemsize == 2 and static.widen:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return lax.dot_general(x, y, (((2, 3), (2, 3)), ((0, 1), (0, 1))))
+def _columns_product(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
+    """[b, n, keys, i] with [b, n, keys, j] -> [b, n, i, j]."""
+    return _product(transposed(x), y, 3, 2) if static.canonical else _product(x, y, 2, 2)
+
+
+def _row_products(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Sums of x * y over head_dim, as [batch, kv_heads, group, length]."""
+    wide = sum_dtype(x.dtype)
+    both = x.astype(wide) * y.astype(wide)
+    if not static.canonical:
+        return both.sum(-1).transpose(0, 2, 3, 1)
+    # XLA:CPU spends 0.2 us on each short row of a sum; a product with ones does not.
+    ones = jnp.ones((x.shape[-1], 2), wide)
+    return (both @ ones)[..., 0].transpose(0, 2, 3, 1)
 
 
 def _cudnn(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import Active, current
 
 
@@ -132,7 +133,7 @@ def _ids(axes: tuple[str, ...], logits: jax.Array) -> jax.Array:
 
 def _wide(static: Static, axes: tuple[str, ...], logits: jax.Array) -> jax.Array:
     """Logits in at least 32 bits, padding hidden: finite, so that no difference is NaN."""
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(sum_dtype(logits.dtype))
     if not static.padded:
         return wide
     return jnp.where(_ids(axes, logits) < static.vocab_size, wide, -1e30)

@@ -1,5 +1,7 @@
 """The linear op: values and gradients in every phrasing, under every transform, on a mesh."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,10 @@ from shardtrain.ops.dense import Phrasing, dense
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table, use_rules
 
-PHRASINGS = [Phrasing(flatten, widen) for flatten in (False, True) for widen in (False, True)]
-SHAPES = [((5,), (7,)), ((5,), (2, 3, 4)), ((2, 3), (5,)), ((2, 3, 1), (4, 2))]
+PHRASINGS = [
+    Phrasing(flatten, canonical) for flatten in (False, True) for canonical in (False, True)
+]
+SHAPES = [((5,), (40,)), ((40,), (2, 3)), ((2, 3, 1), (4, 2))]
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +49,20 @@ def naive(x, w, bias, g, contract):
     return y, dx, np.tensordot(x, g, ((0, 1), (0, 1))), g.sum((0, 1))
 
 
-def value_and_gradients(x, w, bias, g, contract):
-    y, back = jax.vjp(lambda *a: dense(a[0], a[1], contract=contract, bias=a[2]), x, w, bias)
+@partial(jax.jit, static_argnames=("contract", "transposed"))
+def _run(x, w, bias, g, *, contract, transposed):
+    options = {"contract": contract, "transposed": transposed}
+    y, back = jax.vjp(lambda x, w, bias: dense(x, w, bias=bias, **options), x, w, bias)
     return y, *back(g)
+
+
+def value_and_gradients(x, w, bias, g, contract, transposed=False):
+    """Of the op; a weight kept as [*out, *in] is turned around before and its gradient after."""
+    order = [*range(contract, w.ndim), *range(contract)]
+    w = w.transpose(order) if transposed else w
+    y, dx, dw, db = _run(x, w, bias, g, contract=contract, transposed=transposed)
+    back = [*range(w.ndim - contract, w.ndim), *range(w.ndim - contract)]
+    return y, dx, dw.transpose(back) if transposed else dw, db
 
 
 def assert_near(got, want, bound):
@@ -57,12 +72,19 @@ def assert_near(got, want, bound):
         assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """A phrasing is no argument of the jitted helper."""
+    _run.clear_cache()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("inner", "out"), SHAPES)
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float64, 1e-12), (jnp.bfloat16, 5e-3)])
 @pytest.mark.usefixtures("phrased")
-def test_value_and_gradients(inner, out, dtype, bound):
+def test_value_and_gradients(inner, out, dtype, bound, transposed):
     args = inputs(inner, out, dtype)
-    got = value_and_gradients(*args, len(inner))
+    got = value_and_gradients(*args, len(inner), transposed)
     assert all(a.dtype == dtype for a in got)
     assert_near(got, naive(*args, len(inner)), bound)
 
@@ -129,7 +151,7 @@ def test_on_a_mesh(sequence_parallel, x_axes, w_axes, contract, dtype, bound):
     with use_rules(compute_table(sequence_parallel=sequence_parallel), mesh) as active:
         x = jax.device_put(args[0], NamedSharding(mesh, active.spec(*x_axes)))
         w = jax.device_put(args[1], NamedSharding(mesh, active.spec(*w_axes[: args[1].ndim])))
-        got = jax.jit(value_and_gradients, static_argnums=4)(x, w, args[2], args[3], contract)
+        got = value_and_gradients(x, w, args[2], args[3], contract)
     assert_near(got, want, bound)
     if contract == 1 and not sequence_parallel:
         assert got[2].sharding.spec == PartitionSpec(None, "tensor")
