@@ -170,17 +170,9 @@ class LanguageData:
         Args:
             rows: how many.
         """
-        length = self.sequence_length
-        batch: Batch = {
-            "tokens": np.zeros((rows, length), np.int32),
-            "targets": np.zeros((rows, length), np.int32),
-            "weights": np.zeros((rows, length), np.float32),
-            "sample": np.zeros(rows, np.uint32),
-        }
-        if self.separate_documents:
-            batch["segments"] = np.zeros((rows, length), np.int32)
-            batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-        return batch
+        return blank_batch(
+            rows, self.sequence_length, separate_documents=self.separate_documents
+        )
 
     def _read(self, ids: NDArray[np.int64], number: int) -> Batch:
         length = self.sequence_length
@@ -279,3 +271,23 @@ def require_batch(data: LanguageData, where: str) -> None:
         allowed=f"at least {needed} tokens",
         cure="use more text, or a smaller data.batch_size or data.sequence_length",
     )
+
+
+def blank_batch(rows: int, length: int, *, separate_documents: bool) -> Batch:
+    """Return rows that count for nothing; they tell shapes and dtypes where there is no data.
+
+    Args:
+        rows: how many.
+        length: tokens of each.
+        separate_documents: whether documents are told apart.
+    """
+    batch: Batch = {
+        "tokens": np.zeros((rows, length), np.int32),
+        "targets": np.zeros((rows, length), np.int32),
+        "weights": np.zeros((rows, length), np.float32),
+        "sample": np.zeros(rows, np.uint32),
+    }
+    if separate_documents:
+        batch["segments"] = np.zeros((rows, length), np.int32)
+        batch["positions"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    return batch

@@ -1,0 +1,164 @@
+"""Compiling for a target in a child process, under a time limit.
+
+Owns: the child, its environment, what comes back. A child because the compiler aborts the process on
+some programs, and because JAX_PLATFORMS must be set before jax starts.
+Does not own: what is compiled: a function of the target's devices, named by the caller.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.errors import UserError
+from shardtrain.plan.targets import Target, require_compiler, target_devices
+
+Lower = Callable[..., Any]
+"""(devices, *arguments) -> `jax.stages.Lowered`; found by its name, so a module's own function."""
+
+_REMATERIALIZED = "Involuntary full rematerialization"
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+_CODE = "from shardtrain.plan.compiling import child_main; child_main()"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program, as text, and what it takes on one device."""
+
+    text: str
+    """Scheduled HLO."""
+    memory: Mapping[str, int]
+    """Bytes by class: arguments, outputs, aliased (donated), temporaries, peak, host."""
+    seconds: float
+    """Time that lowering and compiling took."""
+    rematerialized: tuple[str, ...]
+    """XLA's words on tensors that it gathered whole because it found no better way."""
+
+
+_MEMORY = {
+    "arguments": "argument_size_in_bytes",
+    "outputs": "output_size_in_bytes",
+    "aliased": "alias_size_in_bytes",
+    "temporaries": "temp_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+    "host_arguments": "host_argument_size_in_bytes",
+    "host_temporaries": "host_temp_size_in_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program to compile."""
+
+    lower: Lower
+    arguments: tuple[Any, ...] = ()
+
+
+def compile_for(
+    target: Target,
+    jobs: Mapping[str, Job],
+    *,
+    seconds: float = 300.0,
+    xla_flags: Sequence[str] = (),
+) -> dict[str, Compiled]:
+    """Compiles programs for a target in one child process.
+
+    Args:
+        target: the cluster.
+        jobs: what to compile, by name.
+        seconds: time limit for all of them together.
+        xla_flags: for the child's XLA_FLAGS, besides those of this process.
+
+    Returns:
+        The compiled programs, by name.
+
+    Raises:
+        UserError: the plug-in is missing, the time is over, or the compiler failed.
+    """
+    require_compiler()
+    with tempfile.TemporaryDirectory(prefix="shardtrain-plan-") as folder:
+        request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
+        request.write_bytes(pickle.dumps((target, dict(jobs))))
+        code = _run([request, answer, log], _environment(xla_flags), seconds)
+        words = log.read_text(encoding="utf-8", errors="replace")
+        if code == 0:
+            compiled: dict[str, Compiled] | UserError = pickle.loads(answer.read_bytes())
+            if isinstance(compiled, UserError):
+                raise compiled
+            return compiled
+    last = "\n".join(words.strip().splitlines()[-12:])
+    if code is None:
+        raise UserError(
+            f"not done after {seconds:.0f} s", where=f"compiling for {target}", value=last
+        )
+    how = f"aborted ({signal.Signals(-code).name})" if code < 0 else f"failed (exit code {code})"
+    raise UserError(f"the compiler {how}", where=f"compiling for {target}", value=last)
+
+
+def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) -> int | None:
+    """Runs the child in a session of its own, so that nothing that it started outlives it.
+
+    Returns its exit code, or None when the time was over.
+    """
+    with files[-1].open("ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *map(str, files)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _environment(xla_flags: Sequence[str]) -> dict[str, str]:
+    """Without virtual devices, without a search for GPUs, with XLA's warnings."""
+    own = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_DEVICE_FLAG)]
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache has no messages
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+        "XLA_FLAGS": " ".join([*own, *xla_flags]),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+
+
+def child_main() -> None:
+    """The child: reads a request, writes an answer. Its files are its arguments."""
+    request, answer, log = map(Path, sys.argv[1:])
+    target, jobs = pickle.loads(request.read_bytes())
+    try:
+        devices = target_devices(target)
+        reply: Any = {name: _compile(job, devices, log) for name, job in jobs.items()}
+    except UserError as error:
+        reply = error
+    answer.write_bytes(pickle.dumps(reply))
+
+
+def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
+    start, written = time.perf_counter(), log.stat().st_size
+    compiled = job.lower(devices, *job.arguments).compile()
+    memory = compiled.memory_analysis()
+    messages = log.read_bytes()[written:].decode("utf-8", "replace").splitlines()
+    return Compiled(
+        text=compiled.as_text(),
+        memory={ours: int(getattr(memory, theirs)) for ours, theirs in _MEMORY.items()},
+        seconds=time.perf_counter() - start,
+        rematerialized=tuple(line for line in messages if _REMATERIALIZED in line),
+    )
