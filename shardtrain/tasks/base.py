@@ -52,7 +52,12 @@ def weighted_loss(
 ) -> jax.Array:
     """The part of the loss that these sums make: sum of coefficient x sum / total weight."""
     parts = [
-        coefficient * sums[name] / jnp.maximum(totals[name], 1)
+        coefficient * mean(sums[name], totals[name])
         for name, coefficient in task.coefficients.items()
     ]
     return jnp.sum(jnp.stack(parts))
+
+
+def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A sum by its weight; zero where nothing counts, as in a batch without any target."""
+    return total / jnp.maximum(weight, 1).astype(total.dtype)

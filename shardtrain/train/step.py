@@ -12,7 +12,7 @@ from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.accumulate import make_gradients
 from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
-from shardtrain.tasks.base import Batch, Task, weighted_loss
+from shardtrain.tasks.base import Batch, Task, mean, weighted_loss
 from shardtrain.train.state import TrainState
 
 PyTree = Any
@@ -55,7 +55,7 @@ def make_gradient_fn(
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
             sums, grads = accumulated(params, batch, (totals, key))
-        means = {name: sums[name] / totals[name] for name in task.coefficients}
+        means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
         return {"loss": sums["loss"], **means}, grads
 
     return gradients
