@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtrain.config import RunConfig, load_config, to_toml
     from shardtrain.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
-    from shardtrain.run import Run, build, train
+    from shardtrain.run import Run, build
     from shardtrain.sharding.devices import prepare_devices
     from shardtrain.sharding.mesh import make_mesh
     from shardtrain.sharding.placement import place
     from shardtrain.train.step import make_train_step
+    from shardtrain.training import train
 
 __version__ = "0.1.0.dev0"
 
@@ -84,8 +85,8 @@ class _TrainFolder(ModuleType):
     """
 
     def __call__(self, run: Run) -> Any:
-        """Train a built run; see `shardtrain.run.train`."""
-        return importlib.import_module("shardtrain.run").train(run)
+        """Train a built run; see `shardtrain.training.train`."""
+        return importlib.import_module("shardtrain.training").train(run)
 
 
 importlib.import_module("shardtrain.train")  # only a docstring

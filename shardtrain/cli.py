@@ -22,6 +22,7 @@ from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template,
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import ConfigError, UserError
 from shardtrain.sharding.devices import expected_devices, prepare_devices
+from shardtrain.train.interrupt import leave_on_termination
 
 EXIT_FAULT_OF_OURS = 70
 EXIT_INTERRUPTED = 130
@@ -135,15 +136,16 @@ class Doctor:
 
 
 def _train(_options: Train, config: RunConfig) -> int:
-    _devices(config)
-    from shardtrain.run import train_command
+    with leave_on_termination():
+        _devices(config)
+        from shardtrain.training import train_command
 
-    return train_command(config)
+        return train_command(config)
 
 
 def _verify(options: Verify, config: RunConfig) -> int:
     _devices(config)
-    from shardtrain.verify.verify import verify_command
+    from shardtrain.commands import verify_command
 
     return verify_command(config, steps=options.steps, shrink=options.shrink, json=options.json)
 
@@ -186,7 +188,7 @@ def _evaluate(options: Evaluate, config: RunConfig) -> int:
 def _show(options: Show, config: RunConfig) -> int:
     if options.placement:
         prepare_devices(config.run.cpu_devices)
-        from shardtrain.run import placement_command
+        from shardtrain.commands import placement_command
 
         return placement_command(config, json=options.json)
     if options.template:

@@ -1,32 +1,27 @@
 """A run, from its config: the one place where every layer meets.
 
-Owns the assembly of a `Run` and what `train` does with one, from an empty folder or an old one to the last
-checkpoint. The parts do the work.
+Owns: the assembly of a `Run`. Does not own: training it (`shardtrain.training`) and looking at it
+(`shardtrain.commands`).
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardtrain.checkpoint.arrays import tree_bytes
-from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.config import RunConfig, resolve_mesh, to_toml
-from shardtrain.config_effects import ineffective_settings
+from shardtrain.config import RunConfig, resolve_mesh
 from shardtrain.data.language import LanguageData
-from shardtrain.data.loader import Loader, batch_layout, batch_on_device, evaluation_on_device
+from shardtrain.data.loader import batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
-from shardtrain.models.flops import training_flops_per_token
+from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.models.transformer import Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
-from shardtrain.sharding.mesh import MESH_AXES, make_mesh
+from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
@@ -34,14 +29,9 @@ from shardtrain.strategies.precision import policy
 from shardtrain.strategies.stack import choose_loop, make_stack
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create, Layout, Program
-from shardtrain.train.flops import utilisation
-from shardtrain.train.interrupt import EXIT_CODES, Interrupt
-from shardtrain.train.loop import Cadence, Loop, Observer
-from shardtrain.train.metrics import MetricsFile
-from shardtrain.train.rundir import RunDirectory, changes, check_changes
-from shardtrain.train.screen import Screen, human_bytes, human_time
+from shardtrain.train.generate import Generator
+from shardtrain.train.screen import make_console
 from shardtrain.train.state import TrainState
-from shardtrain.train.trackers import Trackers, check_trackers, make_trackers
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -106,6 +96,24 @@ class Run:
             sums += float(part[headline])
             weights += float(weight[headline])
         return {"val_loss": sums / max(weights, 1.0)}
+
+    @cached_property
+    def _generator(self) -> Generator:
+        return make_generator(self.config, self.program, self.info.tokenizer())
+
+    def generate(
+        self,
+        state: TrainState,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> str:
+        """What the model writes after a prompt; the arguments are those of `Generator.text`."""
+        return self._generator.text(
+            state.params, prompt, tokens=tokens, temperature=temperature, seed=seed
+        )
 
 
 def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:
@@ -183,6 +191,26 @@ def model_creator(config: RunConfig, vocab_size: int) -> Create:
     return create
 
 
+def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) -> Generator:
+    """What goes on with texts; needs no data.
+
+    Learned and rotary positions beyond those of training are noise, so a window slides; ALiBi is made
+    to go on.
+    """
+    model, mesh = config.model, program.layout.mesh
+    assert isinstance(mesh, Mesh)
+    trained = config.data.sequence_length
+    windows = {"learned": model.max_length or trained, "alibi": None}
+    return Generator(
+        config=model,
+        graph=program.graph,
+        placement=program.placement,
+        tokenizer=tokenizer,
+        window=windows.get(model.position, trained),
+        loop=choose_loop(model.layer_loop, model.num_layers, _platform(mesh)),
+    )
+
+
 def make_report(program: Program) -> Report:
     """Bytes on one device, parameter by parameter."""
     return report(
@@ -193,257 +221,9 @@ def make_report(program: Program) -> Report:
     )
 
 
-# -- training
-
-
-def train(run: Run) -> TrainState:
-    """Trains a run to its last update, from its newest checkpoint if it has one.
-
-    Args:
-        run: from `build`. Its `run.dir` gets checkpoints, `metrics.jsonl`, tracker files and
-            `resolved.toml`.
-
-    Returns:
-        The state after the last update, or after the one at which the run was interrupted.
-
-    Raises:
-        UserError: the folder cannot be used, or holds another run.
-    """
-    return _Training(run).train()[0]
-
-
-class _Training:
-    """One process's part of a run's life: from opening the folder to closing it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        config = run.config
-        check_trackers(config.log.trackers)
-        self.last = config.run.stop_at or config.run.steps
-        self.directory = RunDirectory(config.run.dir)
-        self.checkpoints = Checkpointer(self.directory.checkpoints, config.checkpoint.keep)
-        self.saved_text = to_toml(config)
-
-    def train(self) -> tuple[TrainState, int]:
-        """Returns the state and the exit code."""
-        with self.directory, self.checkpoints:
-            resume = self._resumable()
-            first = resume or 0
-            with Screen(first=first, last=self.last, every=self.run.config.log.every) as screen:
-                self._introduce(screen, resume)
-                if first >= self.last:
-                    screen.say(f"nothing to do: {first} of {self.last} updates are done")
-                    return self._restore(first), 0
-                for path in self.checkpoints.clean():
-                    screen.say(f"deleted what an interrupted save has left: {path}")
-                self.checkpoints.preflight(tree_bytes(self.run.program.shapes))
-                self.directory.write_resolved(self.saved_text)
-                return self._go(screen, resume)
-
-    def _resumable(self) -> int | None:
-        """The step to go on from; refuses a folder that holds another run."""
-        latest = self.checkpoints.latest()
-        saved = self.directory.saved_config()
-        if latest is None or saved is None:
-            return None
-        check_changes(
-            changes(saved, self.run.config.model_dump()),
-            allow=self.run.config.run.allow_changes,
-            where=str(self.directory.path),
-        )
-        return latest
-
-    def _restore(self, step: int) -> TrainState:
-        state: TrainState = self.checkpoints.restore(step, self.run.program.abstract_state)
-        return state
-
-    def _go(self, screen: Screen, resume: int | None) -> tuple[TrainState, int]:
-        run, config, first = self.run, self.run.config, resume or 0
-        with MetricsFile(self.directory.metrics) as metrics, Interrupt() as interrupt:
-            gone = metrics.truncate(first)
-            trackers = make_trackers(
-                config.log.trackers,
-                self.directory.path,
-                run_name=config.run.name,
-                config=config.model_dump(),
-                resumed_at=first,
-                replayed_to=gone.last_step,
-            )
-            try:
-                state = self._begin(screen, metrics, resume, gone.last_step)
-                observers = (_Metrics(metrics), _Tracked(trackers), screen)
-                state = self._loop(state, observers, interrupt)
-                code = self._end(screen, metrics, trackers, state, interrupt)
-            finally:
-                trackers.close()
-        return state, code
-
-    def _begin(
-        self, screen: Screen, metrics: MetricsFile, resume: int | None, replayed_to: int
-    ) -> TrainState:
-        """Compiles the step, then makes or restores the state."""
-        run, first = self.run, resume or 0
-        screen.say("compiling the step ...")
-        begun = time.perf_counter()
-        layout = batch_layout(run.data, run.program.layout.microbatches, run.place)
-        self.compiled = run.program.compile_step(layout.arrays)
-        seconds = time.perf_counter() - begun
-        screen.say(f"compiled in {seconds:.1f} s")
-        metrics.event("compile", first, {"seconds": seconds})
-        if resume is None:
-            return run.init()
-        begun = time.perf_counter()
-        state = self._restore(resume)
-        seconds = time.perf_counter() - begun
-        metrics.event("restore", first, {"seconds": seconds, "replayed_to": replayed_to})
-        screen.say(f"restored step {first} in {seconds:.1f} s")
-        return state
-
-    def _loop(
-        self, state: TrainState, observers: tuple[Observer, ...], interrupt: Interrupt
-    ) -> TrainState:
-        run, config = self.run, self.run.config
-        first = int(state.step)
-        per_step = config.data.batch_size * config.data.sequence_length
-        flops = training_flops_per_token(
-            config.model,
-            vocab_size=config.model.vocab_size or run.info.vocab_size,
-            length=config.data.sequence_length,
-        )
-        devices = list(run.mesh.devices.flat)
-
-        def describe(cursor: int) -> dict[str, Any]:
-            return {
-                "sample_digest": run.data.digest(cursor),
-                "tokens": (cursor + 1) * per_step,
-            }
-
-        def rates(seconds: float) -> dict[str, Any]:
-            speed = per_step / seconds
-            mfu = utilisation(speed * flops, devices, config.train.precision)
-            return {"tokens_per_second": speed, "mfu": mfu}
-
-        with Loader(
-            run.data,
-            microbatches=run.program.layout.microbatches,
-            place=run.place,
-            start=int(state.cursor),
-            stop=int(state.cursor) + self.last - first,
-            prefetch=config.data.prefetch,
-        ) as loader:
-            return Loop(
-                step=self.compiled,
-                batches=loader,
-                describe=describe,
-                rates=rates,
-                evaluate=run.evaluate,
-                save=lambda step, state: self._save(step, state, observers),
-                cadence=Cadence(self.last, config.checkpoint.every, config.eval.every),
-                observers=observers,
-                stop=lambda: interrupt.signal is not None,
-            ).run(state)
-
-    def _save(self, step: int, state: TrainState, observers: tuple[Observer, ...]) -> None:
-        """Begins to save; says what has been saved meanwhile."""
-        self._saved(observers)
-        if step not in self.checkpoints.steps():
-            self.checkpoints.save(step, state, {"config": self.run.config.model_dump()})
-        if step == self.last:
-            self.checkpoints.wait()
-            self._saved(observers)
-
-    def _saved(self, observers: tuple[Observer, ...]) -> None:
-        for saved in self.checkpoints.poll():
-            values = {
-                "seconds": saved.total_seconds,
-                "blocked": saved.blocked_seconds,
-                "bytes": saved.num_bytes,
-            }
-            for observer in observers:
-                observer.event("save", saved.step, values)
-
-    def _end(
-        self,
-        screen: Screen,
-        metrics: MetricsFile,
-        trackers: Trackers,
-        state: TrainState,
-        interrupt: Interrupt,
-    ) -> int:
-        """Says how it ended."""
-        self.checkpoints.wait()
-        done = int(state.step)
-        if interrupt.signal is not None and done < self.last:
-            metrics.event("stop", done, {"signal": interrupt.signal.name})
-            screen.say(
-                f"interrupted and saved at step {done}; the same command goes on from there:\n"
-                f"  shardtrain train {self.directory.path}"
-            )
-            return EXIT_CODES[interrupt.signal]
-        metrics.event("stop", done, {"reason": "done"})
-        screen.say(f"done: {self.directory.path}")
-        return 0
-
-    def _introduce(self, screen: Screen, resume: int | None) -> None:
-        """Shows what runs where before anything is compiled."""
-        run, config, bytes_ = self.run, self.run.config, self.run.report
-        devices = run.mesh.devices
-        mesh = " x ".join(f"{a} {run.mesh.shape[a]}" for a in MESH_AXES if run.mesh.shape[a] > 1)
-        count = sum(leaf.size for leaf in jax.tree.leaves(run.program.shapes.params))
-        screen.table(
-            f"{config.run.name}: {'goes on from step ' + str(resume) if resume else 'a new run'}",
-            [
-                ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"),
-                ("data", f"{run.info.source}, {run.data.num_samples:,} sequences"),
-                ("devices", f"{devices.size} x {devices.flat[0].device_kind}, {mesh or 'no mesh'}"),
-                ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
-                 f"{human_bytes(bytes_.parameters)}, gradients {human_bytes(bytes_.gradients)}, "
-                 f"optimizer {human_bytes(bytes_.optimizer)}"),
-                ("steps", f"{self.last:,} of {config.data.batch_size} x "
-                 f"{config.data.sequence_length} tokens"),
-                ("folder", str(self.directory.path)),
-            ],
-        )  # fmt: skip
-        for line in ineffective_settings(config):
-            screen.say(f"note: {line}")
-
-
-class _Metrics:
-    """The metrics file as an observer."""
-
-    def __init__(self, file: MetricsFile) -> None:
-        self._file = file
-
-    def row(self, step: int, values: Mapping[str, Any]) -> None:
-        self._file.row(step, values)
-
-    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        self._file.event(name, step, values)
-
-
-class _Tracked:
-    """The trackers as an observer."""
-
-    def __init__(self, trackers: Trackers) -> None:
-        self._trackers = trackers
-
-    def row(self, step: int, values: Mapping[str, Any]) -> None:
-        self._trackers.log(step, values)
-
-    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Trackers have no events."""
-
-
 def _say(message: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(message, markup=False)
+    make_console().print(message, markup=False, soft_wrap=True)
 
 
 def _platform(mesh: Mesh) -> str:
     return str(mesh.devices.flat[0].platform)
-
-
-def train_command(config: RunConfig) -> int:
-    """`shardtrain train`: the exit code."""
-    return _Training(build(config)).train()[1]

@@ -21,6 +21,7 @@ LAYERS = (
     ("interop",),
     ("config",),
     ("run",),
+    ("training",),
     ("commands", "launch", "report", "doctor", "bench"),
     ("cli",),
 )

@@ -112,6 +112,9 @@ class Strict:
     def text(self, step, name, text):
         self.rows[f"{name} {step}"] = text
 
+    def flush(self):
+        pass
+
     def close(self):
         pass
 
@@ -132,9 +135,9 @@ def run_and_crash(path, trackers, resumed_at, stop):
     axis = Trackers(trackers, replayed_to=seen)
     for step in range(resumed_at + 1, stop + 1):
         metrics.row(step, {"loss": float(step)})
-        axis.log(step, {"loss": float(step), "sample_digest": "ab", "mfu": None, "step": step})
+        axis.row(step, {"loss": float(step), "sample_digest": "ab", "mfu": None, "step": step})
         if step % 3 == 0:
-            axis.log(step, {"val_loss": float(-step)})
+            axis.row(step, {"val_loss": float(-step)})
     metrics.close()
     axis.flush()
 
@@ -173,7 +176,7 @@ def test_tensorboard_overwrites_what_a_resumed_run_repeats(tmp_path):
             ["tensorboard"], tmp_path, run_name="r", config={}, resumed_at=resumed_at
         )
         for step in range(resumed_at + 1, stop + 1):
-            trackers.log(step, {"loss": sign * step})
+            trackers.row(step, {"loss": sign * step})
         trackers.text(stop, "sample", "def f():\n  <b>")
         trackers.close()
     points = read_tensorboard(tmp_path / "tensorboard")
@@ -186,7 +189,7 @@ def test_tensorboard_overwrites_what_a_resumed_run_repeats(tmp_path):
 
 def test_no_trackers_is_fine(tmp_path):
     trackers = make_trackers([], tmp_path, run_name="r", config={})
-    trackers.log(1, {"loss": 1.0})
+    trackers.row(1, {"loss": 1.0})
     trackers.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -222,7 +225,7 @@ def test_weights_and_biases_has_our_step_as_its_axis(tmp_path, monkeypatch):
             ["wandb"], tmp_path, run_name="r", config={"a": 1}, replayed_to=replayed_to
         )
         for step in range(resumed_at + 1, resumed_at + 3):
-            trackers.log(step, {"loss": 1.0})
+            trackers.row(step, {"loss": 1.0})
         trackers.text(3, "sample", "a < b & c")
         trackers.close()
         assert calls[0][1]["resume"] == "allow"
@@ -263,7 +266,7 @@ def test_mlflow_goes_on_under_its_run_id(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     for step in (1, 2):
         trackers = make_trackers(["mlflow"], tmp_path, run_name="r", config={"a": 1})
-        trackers.log(step, {"loss": 1.0})
+        trackers.row(step, {"loss": 1.0})
         trackers.text(step, "sample", "text")
         trackers.close()
     assert [call for call in calls if call[0] == "create"] == [("create", 7, "r")]

@@ -1,16 +1,19 @@
 """Ctrl-C and termination: noticed at once, acted on between two steps.
 
-Signals are taken by a thread that reads the interpreter's wake-up pipe, because a handler in Python does
-not run while the main thread compiles. The first signal asks the loop to save and end; a second one ends
-the process.
+Owns: who takes the signals, and exit codes. Does not own: saving. A thread reads the interpreter's
+wake-up pipe, because a handler in Python does not run while the main thread compiles. The first
+signal asks the loop to save and end. A second Ctrl-C ends the process; a second SIGTERM changes
+nothing, for machines repeat themselves.
 """
 
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 """What the process exits with once it has saved."""
@@ -21,7 +24,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._read, self._write = -1, -1
+        self._read, self._write, self._wakeup_before = -1, -1, -1
         self._before: dict[signal.Signals, object] = {}
         self._thread: threading.Thread | None = None
 
@@ -30,7 +33,7 @@ class Interrupt:
             return self  # only the main thread may set handlers; elsewhere signals do what they did
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in EXIT_CODES:
             self._before[number] = signal.signal(number, _ignore)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
@@ -42,7 +45,7 @@ class Interrupt:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._write)  # the thread reads the end of the pipe
         self._thread.join()
         os.close(self._read)
@@ -50,19 +53,39 @@ class Interrupt:
 
     def _watch(self) -> None:
         while received := os.read(self._read, 1):
-            number = received[0]
-            if number not in EXIT_CODES:
-                continue
-            caught = signal.Signals(number)
-            if self.signal is not None:
-                print("\nstopped at once; the last complete checkpoint stands", file=sys.stderr)
-                os._exit(EXIT_CODES[caught])
+            if received[0] in EXIT_CODES:
+                self._take(signal.Signals(received[0]))
+
+    def _take(self, caught: signal.Signals) -> None:
+        if self.signal is None:
             self.signal = caught
-            print(
-                f"\n{caught.name}: saving after this step; once more stops at once",
-                file=sys.stderr,
-            )
+            _say(f"{caught.name}: the run saves and ends after this step; Ctrl-C ends it at once")
+        elif caught is signal.SIGINT:
+            _say("stopped at once; the last complete checkpoint stands")
+            os._exit(EXIT_CODES[caught])
+
+
+@contextmanager
+def leave_on_termination() -> Iterator[None]:
+    """While there is nothing to save yet, SIGTERM ends the process with its code at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+    _say("SIGTERM: ended before the first step")
+    raise SystemExit(EXIT_CODES[signal.SIGTERM])
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Takes the place of handlers that raise; the thread acts instead."""
+
+
+def _say(message: str) -> None:
+    print(f"\n{message}", file=sys.stderr, flush=True)

@@ -1,12 +1,14 @@
 """The loop: batches through the step, and what is written down, evaluated and saved on the way.
 
-It knows neither the model nor the config. It runs one step ahead of what it reports: a step is dispatched
-before the numbers of the one before are fetched, so that the devices never wait for it.
+Owns: the order of these in an update. Does not own: the model, the config, when a run is resumed.
+It runs one step ahead of what it reports: a step is dispatched before the numbers of the one before
+are fetched, so that the devices never wait for it.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +17,7 @@ from shardtrain.train.state import TrainState
 
 DeviceBatch = Mapping[str, jax.Array]
 Values = dict[str, Any]
+CompiledStep = Callable[[TrainState, DeviceBatch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 class Observer(Protocol):
@@ -25,6 +28,31 @@ class Observer(Protocol):
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         """Something that happened: compile, save, restore, eval, stop."""
+
+    def flush(self) -> None:
+        """Puts what was told on the disk: a checkpoint is about to rely on it."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Several observers as one."""
+
+    members: tuple[Observer, ...]
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers of a step."""
+        for member in self.members:
+            member.row(step, values)
+
+    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        """Something that happened."""
+        for member in self.members:
+            member.event(name, step, values)
+
+    def flush(self) -> None:
+        """Puts what was told on the disk."""
+        for member in self.members:
+            member.flush()
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,7 @@ class Cadence:
 class Loop:
     """What a loop needs; `run` runs it."""
 
-    step: Callable[[TrainState, DeviceBatch], tuple[TrainState, dict[str, jax.Array]]]
+    step: CompiledStep
     batches: Iterable[tuple[int, DeviceBatch, float]]
     """(cursor, batch, seconds waited for it)."""
     describe: Callable[[int], Values]
@@ -59,14 +87,16 @@ class Loop:
     evaluate: Callable[[TrainState], Values]
     save: Callable[[int, TrainState], None]
     cadence: Cadence
-    observers: tuple[Observer, ...]
+    observer: Observer
+    poll: Callable[[], None] = lambda: None
+    """Called in each update, while the devices work."""
     stop: Callable[[], bool] = lambda: False
-    """Asked after each update: whether to save and end here."""
+    """Asked between updates: whether to save and end here."""
     _pending: tuple[int, Values, dict[str, jax.Array]] | None = None
-    _finished: float = field(default=0.0)
+    _resumed: float = field(default=0.0)
 
     def run(self, state: TrainState) -> TrainState:
-        """Runs until the last update or until `stop`; saves at the end.
+        """Runs until the last update or until `stop`; what was done is saved.
 
         Args:
             state: where to begin; its step says how many updates are done.
@@ -74,45 +104,44 @@ class Loop:
         Returns:
             The state after the last update.
         """
-        done = int(state.step)
-        self._finished = time.perf_counter()
-        saved = done
+        done, last = int(state.step), self.cadence.last
+        self._resumed = time.perf_counter()
+        if self.stop():
+            return state
         for cursor, batch, waited in self.batches:
             state, metrics = self.step(state, batch)
-            done += 1
             self._report()
+            done += 1
             self._pending = (done, {**self.describe(cursor), "data_wait": waited}, metrics)
-            stopping = self.stop()
-            if self.cadence.eval_due(done) and not stopping:
-                self._report(self.evaluate(state))
-                self._finished = time.perf_counter()
+            self.poll()
+            if self.cadence.eval_due(done) and (done == last or not self.stop()):
+                self._report(partial(self.evaluate, state))
+            stopping = done < last and self.stop()
             if self.cadence.save_due(done) or stopping:
                 self._report()
                 self.save(done, state)
-                saved = done
-                self._finished = time.perf_counter()
+                self._resumed = time.perf_counter()
             if stopping:
                 break
         self._report()
-        assert saved == done, "the last update is always saved"
         return state
 
-    def _report(self, more: Values | None = None) -> None:
-        """Waits for the step whose row is pending and hands the row to everybody.
+    def _report(self, evaluate: Callable[[], Values] = dict) -> None:
+        """Waits for the step whose row is pending and hands the row to the observer.
 
         Args:
-            more: values of an evaluation after that step.
+            evaluate: gives what the row says about the state after that step.
         """
         if self._pending is None:
             return
         step, values, metrics = self._pending
         self._pending = None
-        fetched = jax.device_get(metrics)
+        fetched = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        taken, self._finished = now - self._finished, now
-        row = {name: float(value) for name, value in fetched.items()} | (more or {}) | values
-        row |= {"step_time": taken, **self.rates(taken)}
-        for observer in self.observers:
-            observer.row(step, row)
-            if more:
-                observer.event("eval", step, more)
+        seconds, self._resumed = now - self._resumed, now
+        more = evaluate()
+        times = {"step_time": seconds, **self.rates(seconds)}
+        self.observer.row(step, fetched | more | values | times)
+        if more:
+            self.observer.event("eval", step, more)
+            self._resumed = time.perf_counter()

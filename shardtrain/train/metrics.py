@@ -87,6 +87,14 @@ class MetricsFile:
         """
         self._append({"event": name, "step": step, **(values or {})})
 
+    def flush(self) -> None:
+        """Wait until the disk has every line.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        os.fsync(self._file.fileno())
+
     def truncate(self, step: int) -> Truncation:
         """Go back to a step: drop rows and events after it, and lines that cannot be read.
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 
 def human_bytes(number: float) -> str:
@@ -29,7 +30,9 @@ def human_time(seconds: float) -> str:
 class Screen:
     """An observer of the loop that writes to standard error."""
 
-    def __init__(self, *, first: int, last: int, every: int, console: Console | None = None) -> None:
+    def __init__(
+        self, *, first: int, last: int, every: int, console: Console | None = None
+    ) -> None:
         """Prepares the screen.
 
         Args:
@@ -37,7 +40,7 @@ class Screen:
             last: the update after which the run ends.
             every: updates between two lines.
         """
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or make_console()
         self._first, self._last, self._every = first, last, every
         self._begun = time.perf_counter()
         self._bar = Progress(
@@ -53,7 +56,6 @@ class Screen:
 
     def __enter__(self) -> Self:
         self._bar.start()
-        self._begun = time.perf_counter()
         return self
 
     def __exit__(
@@ -66,21 +68,24 @@ class Screen:
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Shows pairs of a name and a text."""
-        table = Table(title=title, show_header=False, title_justify="left", box=None)
+        table = Table(title=Text(title), show_header=False, title_justify="left", box=None)
         for name, text in rows:
-            table.add_row(f"[bold]{name}[/bold]", text)
+            table.add_row(Text(name, "bold"), Text(text))
         self.console.print(table)
 
     def say(self, message: str) -> None:
-        """Shows a line."""
-        self.console.print(message, markup=False)
+        """Shows a message as it is; lines are not cut into pieces."""
+        self.console.print(message, markup=False, soft_wrap=True)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Moves the bar; writes a line when it is time or a validation loss came in."""
         self._bar.update(self._task, completed=step)
-        if step % self._every and step != self._last and "val_loss" not in values:
+        now = time.perf_counter()
+        if step == self._first + 1:
+            self._begun = now - values["step_time"]
+        elif step % self._every and step != self._last and "val_loss" not in values:
             return
-        left = (time.perf_counter() - self._begun) / (step - self._first) * (self._last - step)
+        left = (now - self._begun) / (step - self._first) * (self._last - step)
         words = [
             f"step {step:>{len(str(self._last))}}/{self._last}",
             f"loss {values['loss']:.4f}",
@@ -94,6 +99,24 @@ class Screen:
         self.say("  ".join(words))
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Says what was saved; other events have their own words where they happen."""
-        if name == "save":
+        """Says what took time; other events have their own words where they happen."""
+        if name == "compile":
+            need = [
+                f"{human_bytes(values[part])} of {part}"
+                for part in ("arguments", "temporaries")
+                if part in values
+            ]
+            room = f"; on each device {' and '.join(need)}" if need else ""
+            self.say(f"compiled the step in {values['seconds']:.1f} s{room}")
+        elif name == "restore":
+            self.say(f"restored step {step} in {values['seconds']:.1f} s")
+        elif name == "save":
             self.say(f"saved step {step} in {values['seconds']:.1f} s")
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+
+def make_console() -> Console:
+    """Standard error as everything here writes to it: words as they are, no colours of its own."""
+    return Console(stderr=True, highlight=False, emoji=False)

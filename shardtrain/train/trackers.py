@@ -13,7 +13,8 @@ import importlib.util
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from shardtrain.errors import ConfigError
 
@@ -32,12 +33,15 @@ class Tracker(Protocol):
     def text(self, step: int, name: str, text: str) -> None:
         """Take a text, such as a generated sample."""
 
+    def flush(self) -> None:
+        """Put what was logged where a crash of this process cannot lose it, if that is cheap."""
+
     def close(self) -> None:
         """Send what is left."""
 
 
 class Trackers:
-    """All trackers of a run, on one step axis."""
+    """All trackers of a run, on one step axis; an observer of the loop."""
 
     def __init__(self, trackers: Sequence[Tracker], *, replayed_to: int = 0) -> None:
         """Put trackers on one axis.
@@ -51,7 +55,7 @@ class Trackers:
         self._step = -1
         self._values: dict[str, float] = {}
 
-    def log(self, step: int, values: Mapping[str, object]) -> None:
+    def row(self, step: int, values: Mapping[str, object]) -> None:
         """Log values of a step; those of one step go out together when the next one begins.
 
         Args:
@@ -60,13 +64,24 @@ class Trackers:
         """
         assert step >= self._step, f"step {step} after step {self._step}"
         if step > self._step:
-            self.flush()
+            self._send()
             self._step = step
         self._values |= {
             name: float(value)
             for name, value in values.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
         }
+
+    def event(self, name: str, step: int, values: Mapping[str, object]) -> None:
+        """Log an evaluation; trackers show no other events.
+
+        Args:
+            name: Of the event.
+            step: Updates done.
+            values: What belongs to it.
+        """
+        if name == "eval":
+            self.row(step, values)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log a text.
@@ -81,16 +96,32 @@ class Trackers:
 
     def flush(self) -> None:
         """Send the values of the step under way; nothing more may be logged for it."""
+        self._send()
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def close(self) -> None:
+        """Send what is left and close all trackers."""
+        self._send()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(self) -> None:
         if self._values:
             for tracker in self._of(self._step):
                 tracker.log(self._step, self._values)
             self._values = {}
-
-    def close(self) -> None:
-        """Send what is left and close all trackers."""
-        self.flush()
-        for tracker in self._trackers:
-            tracker.close()
 
     def _of(self, step: int) -> list[Tracker]:
         return [t for t in self._trackers if t.overwrites or step > self._replayed_to]
@@ -191,6 +222,10 @@ class TensorBoard:
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._writer.add_text(name, indented, step)
 
+    def flush(self) -> None:
+        """Write what is waiting."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
@@ -234,6 +269,9 @@ class WeightsAndBiases:
         escaped = text.replace("&", "&amp;").replace("<", "&lt;")
         self._run.log({"step": step, name: self._html(f"<pre>{escaped}</pre>")})
 
+    def flush(self) -> None:
+        """Its own process has it already."""
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
@@ -270,6 +308,9 @@ class MLflow:
     def text(self, step: int, name: str, text: str) -> None:
         """Store the text as a file of the run."""
         self._client.log_text(self._run_id, text, f"{name}-{step}.txt")
+
+    def flush(self) -> None:
+        """The server has it already."""
 
     def close(self) -> None:
         """Mark the run as finished."""
