@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.schedules import Schedule
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies.precision import Policy, cast
@@ -55,7 +56,9 @@ class Optimizer:
         # Scaled here and not inside the transformation: the norm is that of all leaves.
         grads = jax.tree.map(lambda g: g.astype(wide) * jnp.asarray(factor, wide), grads)
         master = state["master"] if self.policy.has_master else _constrain(params, at_rest)
-        direction, inner = self.transform.update(grads, state["transform"], master)
+        # optax itself counts on mixed dtypes being promoted; ours do not.
+        with jax.numpy_dtype_promotion("standard"):
+            direction, inner = self.transform.update(grads, state["transform"], master)
         new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, master, direction)
         new = _constrain(new, at_rest)
         state = {"transform": inner}
@@ -71,7 +74,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     """The Euclidean norm of all leaves together, each entry counted once on any mesh."""
 
     def square(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
+        return jnp.sum(jnp.square(x.astype(sum_dtype(x.dtype))))
 
     return jnp.sqrt(sum(square(x) for x in jax.tree.leaves(tree)))
 
