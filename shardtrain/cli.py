@@ -218,7 +218,7 @@ def _devices(config: RunConfig) -> None:
     expected = expected_devices(config.run.cpu_devices)
     if expected is not None:
         resolve_mesh(config, expected)
-    prepare_devices(config.run.cpu_devices)
+    prepare_devices(config.run.cpu_devices, deterministic=config.run.deterministic)
 
 
 @dataclass(frozen=True)

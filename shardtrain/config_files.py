@@ -87,7 +87,10 @@ def read_source(
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _not_toml(path, text, str(error)) from None
-    return raw, {key: f"{path}:{line}" for key, line in key_lines(text)}, path.stem
+    places = {key: f"{path}:{line}" for key, line in key_lines(text)}
+    if source is not None and Path(source).is_dir():
+        put(raw, "run.dir", str(source))  # a run goes on where it lies, from any folder
+    return raw, places, path.stem
 
 
 def _not_toml(path: Path, text: str, reason: str) -> ConfigError:

@@ -21,6 +21,7 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.models.transformer import Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
+from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.report import Report, report
@@ -129,7 +130,9 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     Raises:
         UserError: the mesh does not fit the devices, or the data cannot be used.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        prepare_devices(config.run.cpu_devices, deterministic=config.run.deterministic)
+        devices = jax.devices()
     resolve_mesh(config, len(devices))
     data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
     if config.model.vocab_size:

@@ -111,6 +111,9 @@ def test_a_run_folder_is_a_config(tmp_path: Path) -> None:
     config = st.load_config(SMALL, {"run.dir": str(tmp_path)})
     (tmp_path / "resolved.toml").write_text(st.to_toml(config))
     assert st.load_config(tmp_path) == config
+    moved = tmp_path.rename(tmp_path.with_name("moved"))  # a run goes on where it lies
+    assert st.load_config(moved).run.dir == str(moved)
+    assert st.load_config(moved, {"run.dir": "other"}).run.dir == "other"
     assert "no resolved.toml" in refusal(Path(__file__).parent)
 
 

@@ -19,8 +19,10 @@ def test_makes_the_directory_and_lets_go_of_it(tmp_path):
         assert run.path == path
         assert json.loads((path / LOCK).read_text())["pid"] == os.getpid()
         assert run.saved_config() is None
-    assert list(path.iterdir()) == []
+    assert list((tmp_path / "runs").iterdir()) == []  # nothing came of it
+    path.mkdir()
     RunDirectory(path).close()
+    assert list(path.iterdir()) == []
 
 
 def test_two_runs_cannot_write_one_directory(tmp_path):
@@ -103,7 +105,7 @@ BREAKING = {
     "model.num_layers": (2, 4),
     "model.type": ("transformer", "resnet"),
     "task.z_loss": (0.0, 1e-4),
-    "data.path": ("a", "b"),
+    "data.tokenizer": ("bytes", "b"),
     "data.batch_size": (8, 16),
     "run.seed": (0, 1),
     "run.steps": (100, 200),
@@ -125,6 +127,7 @@ FREE = {
     "run.dir": ("a", "b"),
     "run.cpu_devices": (8, 4),
     "run.allow_changes": (False, True),
+    "data.path": ("a", "b"),
     "data.cache": ("a", "b"),
     "data.prefetch": (2, 4),
     "model.attention": ("auto", "xla"),

@@ -1,7 +1,8 @@
-"""Virtual CPU devices: asked for before jax starts, explained when it is too late.
+"""What must be asked for before jax starts: virtual CPU devices, deterministic GPU kernels.
 
-Owns: the one place that sets XLA's flag for virtual devices, and the guess, made without jax, how
-many devices a run will find. Does not own: the mesh. Importing this file never imports jax.
+Owns: the one place that sets XLA's flags, the words when it is too late for them, and the guess,
+made without jax, how many devices a run will find. Does not own: the mesh. Importing this file
+never imports jax.
 """
 
 import glob
@@ -12,7 +13,8 @@ import sys
 
 from shardtrain.errors import ConfigError
 
-_FLAG = "--xla_force_host_platform_device_count"
+_DEVICES = "--xla_force_host_platform_device_count"
+_DETERMINISTIC = "--xla_gpu_deterministic_ops"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "libtpu")
 _NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
@@ -40,24 +42,26 @@ def expected_devices(cpu_devices: int) -> int | None:
         return None
     if cpu_devices:
         return cpu_devices
-    match = re.search(rf"{_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    match = re.search(rf"{_DEVICES}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(match[1]) if match else int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
 
 
-def prepare_devices(cpu_devices: int) -> None:
-    """See to it that jax has that many virtual CPU devices if there is no accelerator.
+def prepare_devices(cpu_devices: int, *, deterministic: bool = False) -> None:
+    """See to it that jax will have these devices and kernels.
 
     Args:
-        cpu_devices: Virtual devices; 0 leaves all as it is.
+        cpu_devices: Virtual CPU devices if there is no accelerator; 0 leaves all as it is.
+        deterministic: On a GPU, only kernels that give the same bits every time.
 
     Raises:
-        ConfigError: jax has started already, on CPU devices of another number.
+        ConfigError: jax has started already, with others.
     """
+    if deterministic and accelerator_expected():
+        _require_deterministic()
     if cpu_devices == 0:
         return
     if "jax" not in sys.modules:
-        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if _FLAG not in flag]
-        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_FLAG}={cpu_devices}"])
+        _set_flag(_DEVICES, str(cpu_devices))
         return
     import jax
 
@@ -65,6 +69,36 @@ def prepare_devices(cpu_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError:
         _check_started(cpu_devices)
+
+
+def _require_deterministic() -> None:
+    if f"{_DETERMINISTIC}=true" in os.environ.get("XLA_FLAGS", "").split():
+        return
+    if "jax" in sys.modules and _jax_has_started():
+        raise ConfigError(
+            "jax has already started here, with kernels that may give other bits every time",
+            where="run.deterministic=True",
+            cure="restart the kernel and call shardtrain.prepare_devices(0, deterministic=True) "
+            "before anything that uses jax",
+        )
+    _set_flag(_DETERMINISTIC, "true")
+
+
+def _set_flag(name: str, value: str) -> None:
+    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.split("=")[0] != name]
+    os.environ["XLA_FLAGS"] = " ".join([*others, f"{name}={value}"])
+
+
+def _jax_has_started() -> bool:
+    import jax
+
+    before = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", 2 if before == 1 else 1)  # refused once it has
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", before)
+    return False
 
 
 def _check_started(cpu_devices: int) -> None:

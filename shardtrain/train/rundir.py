@@ -27,7 +27,8 @@ Kind = Literal["breaks", "free"]
 # What may change between two parts of one run: a key, or a section with all that is in it.
 _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "checkpoint", "log", "eval"}
-    | {"data.cache", "data.prefetch"}  # where and how far ahead the same batches are read
+    # Where and how far ahead the same batches are read; that they are the same has its own check.
+    | {"data.path", "data.cache", "data.prefetch"}
     | {"model.attention", "model.layer_loop"}  # how the same function is computed
 )
 # Keys of free sections that shape the run all the same.
@@ -102,6 +103,7 @@ class RunDirectory:
         """
         self.path = Path(path).absolute()
         try:
+            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = _take(self.path / LOCK)
         except _HeldError as error:
@@ -172,12 +174,16 @@ class RunDirectory:
             ) from error
 
     def close(self) -> None:
-        """Let go of the directory."""
-        if self._lock is not None:
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / LOCK).unlink()
-            os.close(self._lock)
-            self._lock = None
+        """Let go of the directory; one that was made here and is empty goes again."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / LOCK).unlink()
+        os.close(self._lock)
+        self._lock = None
+        if self._made:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def __enter__(self) -> Self:
         return self
