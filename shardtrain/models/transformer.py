@@ -6,7 +6,7 @@ neither the loss nor how its layers are run one after another.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from shardtrain.ops.dropout import dropout, sample_keys
 from shardtrain.ops.embedding import embedding
 from shardtrain.ops.norm import layer_norm, rms_norm
 from shardtrain.ops.position import alibi_slopes, default_positions, rotary
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import constrain
 from shardtrain.strategies.stack import Stack
 
@@ -39,6 +40,23 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 GATED = ("swiglu", "geglu")
 
 
+class Attend(Protocol):
+    """How queries meet keys and values; see `shardtrain.ops.attention.attention`."""
+
+    def __call__(
+        self,
+        q: Float[Array, "batch length kv_heads group head_dim"],
+        k: Float[Array, "batch length kv_heads head_dim"],
+        v: Float[Array, "batch length kv_heads head_dim"],
+        *,
+        segments: Int[Array, "batch length"] | None,
+        alibi: Float[Array, "kv_heads group"] | None,
+        implementation: str,
+    ) -> Float[Array, "batch length kv_heads group head_dim"]:
+        """Mixes values for each query."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What every block of one forward pass reads besides the residual stream."""
@@ -47,6 +65,8 @@ class Context:
     segments: Int[Array, "batch length"] | None
     keys: Key[Array, " batch"] | None
     """One dropout key a sample; None when evaluating."""
+    attend: Attend = attention
+    """Within the batch; generation puts a cache here."""
 
 
 def param(
@@ -115,11 +135,11 @@ class Attention(nnx.Module):
             q = rotary(q, context.positions, config.rope_theta)
             k = rotary(k[..., None, :], context.positions, config.rope_theta)[..., 0, :]
         elif config.position == "alibi":
-            wide = jnp.promote_types(q.dtype, jnp.float32)
+            wide = sum_dtype(q.dtype)
             slopes = jnp.asarray(alibi_slopes(config.num_heads), wide)
             slopes = slopes.reshape(config.kv_heads, -1)
         implementation = "cudnn" if config.attention == "cudnn" else "xla"
-        out = attention(
+        out = context.attend(
             q, k, v, segments=context.segments, alibi=slopes, implementation=implementation
         )
         out = constrain(out, "batch", "length", "kv_heads", "group", "head_dim")

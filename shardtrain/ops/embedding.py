@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import Active, current
 
 
@@ -100,7 +101,7 @@ _embedding.defvjp(_forward, _backward)
 def _add_up(g: jax.Array, tokens: jax.Array, num: int, split: tuple[str, ...]) -> jax.Array:
     """Sums of the gradients of each of this device's `num` rows, in at least float32."""
     at, hit = _own(tokens, num, split)
-    wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    wide = g.astype(sum_dtype(g.dtype))
     zeros = jnp.zeros((num, g.shape[-1]), wide.dtype)
     return zeros.at[at].add(jnp.where(hit[..., None], wide, 0))
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardtrain.ops.sums import sum_dtype
+
 
 def layer_norm(
     x: Float[Array, "batch length embed"],
@@ -37,4 +39,4 @@ def rms_norm(
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(sum_dtype(x.dtype))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from shardtrain.ops.sums import sum_dtype
+
 
 def rotary(
     x: Float[Array, "batch length kv_heads group head_dim"],
@@ -18,7 +20,7 @@ def rotary(
     Channel i is paired with channel i + head_dim / 2, as Llama's published weights are.
     """
     half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = sum_dtype(x.dtype)
     frequency = jnp.asarray(theta ** (-np.arange(half) / half), wide)
     angle = positions.astype(wide)[:, :, None, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -189,6 +189,20 @@ class Program:
         )
 
     @cached_property
+    def update_with(self) -> Callable[[TrainState, PyTree], PyTree]:
+        """(state, gradients) -> the parameters after that update; for comparisons."""
+
+        def update(state: TrainState, grads: PyTree) -> PyTree:
+            return self.optimizer.update(grads, state.opt_state, state.params, state.step + 1)[0]
+
+        compiled: Callable[[TrainState, PyTree], PyTree] = jax.jit(
+            update,
+            in_shardings=(self.shardings, self.placement.optimizer),
+            out_shardings=self.placement.params,
+        )
+        return compiled
+
+    @cached_property
     def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
         """(params, batch) -> (sums, weights) of each term, without dropout."""
         function = make_evaluation(self.task, self.graph, self.layout.stack, self.placement)

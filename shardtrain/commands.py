@@ -1,0 +1,160 @@
+"""Commands that look at a run without training it: `verify`, and `config --placement`."""
+
+import json as json_
+import math
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from rich.console import Console
+from rich.table import Table
+
+from shardtrain.config import RunConfig, known_vocab, load_config
+from shardtrain.data.sources import open_data
+from shardtrain.run import Run, build, make_program, make_report
+from shardtrain.sharding.mesh import MESH_AXES
+from shardtrain.sharding.report import Report, Row
+from shardtrain.train.screen import human_bytes
+from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
+from shardtrain.verify.shrink import shrunk
+
+EXIT_FAILED = 1
+
+
+# -- verify
+
+
+def verify(config: RunConfig, *, steps: int = 3, shrink: bool = False) -> Comparison:
+    """Runs a config's layout and one device on the same batches.
+
+    Args:
+        config: from `load_config`.
+        steps: updates to compare.
+        shrink: compare a small model of the same kind on short sequences.
+
+    Returns:
+        The differences. Computed in float64 on CPU devices, else in float32.
+    """
+    devices = jax.devices()
+    precision = "float64" if devices[0].platform == "cpu" else "float32"
+    sections = config.model_dump()
+    if shrink:
+        sections = shrunk(sections, config.mesh.degrees(len(devices)))
+    sections["train"]["precision"] = precision
+    with jax.enable_x64(precision == "float64"):
+        layout = build(load_config(sections), devices=devices)
+        one = build(load_config(on_one_device(sections)), devices=devices[:1])
+        return compare(_subject(layout), _subject(one), steps=steps, bound=BOUNDS[precision])
+
+
+def on_one_device(sections: dict[str, Any]) -> dict[str, Any]:
+    """The same run with no feature of a layout."""
+    return {
+        **sections,
+        "mesh": dict.fromkeys(MESH_AXES, 1),
+        "sharding": {"zero": 0},
+        "train": {**sections["train"], "microbatches": 1, "remat": "none"},
+    }
+
+
+def _subject(run: Run) -> Subject:
+    return Subject(run.program, run.batch_at)
+
+
+def verify_command(config: RunConfig, *, steps: int, shrink: bool, json: bool) -> int:
+    """`shardtrain verify`: 0 within the bound, 1 outside."""
+    result = verify(config, steps=steps, shrink=shrink)
+    if json:
+        print(json_.dumps({**asdict(result), "worst": result.worst, "equal": result.equal}))
+        return 0 if result.equal else EXIT_FAILED
+    table = Table("parameter", "gradient", "updated", box=None)
+    for path, difference in result.gradients.items():
+        table.add_row(path, f"{difference:.1e}", f"{result.parameters[path]:.1e}")
+    console = Console(highlight=False)
+    console.print(table)
+    verdict = "equal" if result.equal else "NOT equal"
+    console.print(
+        f"loss {result.loss:.1e}\n{verdict} to one device over {result.steps} updates: "
+        f"largest difference {result.worst:.1e}, bound {result.bound:.0e}"
+    )
+    return 0 if result.equal else EXIT_FAILED
+
+
+# -- config --placement
+
+
+def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh]:
+    """Where a config's parameters rest, without data and, if need be, without the devices.
+
+    Args:
+        config: from `load_config`. Its mesh need not fit this machine.
+    """
+    count = jax.device_count()
+    asked = math.prod(d for d in config.mesh.model_dump().values() if d > 0)
+    fits = config.mesh.data == -1 or asked == count
+    mesh = None if fits else _abstract_mesh(config)
+    vocab = config.model.vocab_size or known_vocab(config) or open_data(config.data)[2].vocab_size
+    program = make_program(config, vocab_size=vocab, mesh=mesh)
+    return make_report(program), program.layout.mesh
+
+
+def _abstract_mesh(config: RunConfig) -> AbstractMesh:
+    degrees = config.mesh.model_dump()
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    return AbstractMesh(tuple(degrees[a] for a in MESH_AXES), MESH_AXES, axis_types=axis_types)
+
+
+def placement_command(config: RunConfig, *, json: bool) -> int:
+    """`shardtrain config --placement`."""
+    report, mesh = placement(config)
+    total = {
+        "parameters": report.parameters,
+        "gradients": report.gradients,
+        "optimizer": report.optimizer,
+    }
+    memory = dict.fromkeys(total, "device")
+    if json:
+        rows = [{**asdict(row), "memory": memory} for row in report.rows]
+        print(
+            json_.dumps(
+                {
+                    "mesh": dict(mesh.shape),
+                    "zero": config.sharding.zero,
+                    "parameters": rows,
+                    "total": total,
+                    "memory": memory,
+                }
+            )
+        )
+        return 0
+    console = Console(highlight=False)
+    degrees = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    columns = ("parameter", "axes", "shape", "split", "optimizer split", "parameter", "gradient")
+    table = Table(*columns, "optimizer", "note", box=None)
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    console.print(f"mesh {degrees or '1 device'}, ZeRO {config.sharding.zero}; bytes on one device")
+    console.print(table)
+    console.print(
+        "total  " + ", ".join(f"{name} {human_bytes(size)}" for name, size in total.items())
+    )
+    return 0
+
+
+def _cells(row: Row) -> list[str]:
+    def spec(axes: tuple[Any, ...]) -> str:
+        words = ["+".join(a) if isinstance(a, tuple) else str(a or ".") for a in axes]
+        return " ".join([*words, *["."] * (len(row.shape) - len(words))])
+
+    return [
+        row.path,
+        " ".join(str(name) for name in row.names),
+        "x".join(map(str, row.shape)),
+        spec(row.spec),
+        spec(row.stored_spec),
+        human_bytes(row.parameters),
+        human_bytes(row.gradients),
+        human_bytes(row.optimizer),
+        row.note,
+    ]

@@ -1,0 +1,142 @@
+"""Layouts as data: a case, the program that runs it, and one device's answer to the same."""
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardtrain.config import load_config
+from shardtrain.run import make_program
+from shardtrain.verify.compare import Comparison, Subject, compare
+
+BATCH, LENGTH, VOCAB = 16, 16, 32
+STEPS = 3
+BFLOAT16_BOUND = 0.05
+"""Sums in bfloat16 are rounded to 2^-8; a gradient is a sum over hundreds of them in another order."""
+
+STYLES = {
+    "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu"},
+    "llama": {
+        "norm": "rmsnorm",
+        "position": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 4,
+    },
+    "bloom": {"position": "alibi", "activation": "gelu_tanh", "embed_norm": True},
+}
+MESHES = {
+    "1": {},
+    "8x1": {"data": 8},
+    "4x2": {"data": 4, "tensor": 2},
+    "2x4": {"data": 2, "tensor": 4},
+    "2x2x2": {"replica": 2, "data": 2, "tensor": 2},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layout of one run."""
+
+    mesh: str = "1"
+    zero: int = 0
+    sequence_parallel: bool = False
+    microbatches: int = 1
+    remat: str = "none"
+    dropout: float = 0.0
+    style: str = "gpt"
+    tied: bool = True
+    documents: bool = False
+    loop: str = "scan"
+    optimizer: str = "adamw"
+    precision: str = "float64"
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = [f"mesh={self.mesh}", f"zero={self.zero}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != getattr(default, field.name):
+                parts.append(f"{field.name}={value}")
+        return ",".join(parts)
+
+    def on_one_device(self) -> "Case":
+        """The same run without a layout."""
+        return dataclasses.replace(
+            self, mesh="1", zero=0, sequence_parallel=False, microbatches=1, remat="none", loop="scan"
+        )
+
+    def sections(self) -> dict[str, Any]:
+        """The case as a config."""
+        model = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "vocab_size": VOCAB}
+        model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": self.loop}
+        degrees = dict.fromkeys(("replica", "data", "tensor"), 1) | MESHES[self.mesh]
+        return {
+            "run": {"steps": 20, "seed": 3},
+            "model": model | STYLES[self.style],
+            "data": {"sequence_length": LENGTH, "batch_size": BATCH, "path": "synthetic.tokens"},
+            "mesh": degrees,
+            "sharding": {"zero": self.zero, "sequence_parallel": self.sequence_parallel},
+            "train": {
+                "microbatches": self.microbatches,
+                "remat": self.remat,
+                "precision": self.precision,
+            },
+            "optimizer": {
+                "name": self.optimizer,
+                "learning_rate": 0.01,
+                "clip_norm": 0.5,
+                "warmup_steps": 2,
+            },
+            "task": {"z_loss": 1e-3},
+        }
+
+
+def synthetic_rows(cursor: int, *, documents: bool) -> dict[str, np.ndarray]:
+    """A ragged batch: some targets do not count, some rows hold several documents."""
+    rng = np.random.default_rng(cursor)
+    shape = (BATCH, LENGTH)
+    rows = {
+        "tokens": rng.integers(0, VOCAB, shape, dtype=np.int32),
+        "targets": rng.integers(0, VOCAB, shape, dtype=np.int32),
+        "weights": (rng.random(shape) < rng.random((BATCH, 1))).astype(np.float32),
+        "sample": np.arange(BATCH, dtype=np.uint32) + np.uint32(cursor * BATCH),
+    }
+    if documents:
+        starts = rng.random(shape) < 0.2
+        starts[:, 0] = True
+        places = np.arange(LENGTH, dtype=np.int32)
+        rows["segments"] = np.cumsum(starts, axis=1, dtype=np.int32)
+        rows["positions"] = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+    return rows
+
+
+def subject(case: Case) -> Subject:
+    """The case as a program with batches."""
+    config = load_config(case.sections())
+    count = int(np.prod(list(config.mesh.model_dump().values())))
+    program = make_program(config, vocab_size=VOCAB, devices=jax.devices()[:count])
+    microbatches = case.microbatches
+
+    def batch_at(cursor: int) -> dict[str, jax.Array]:
+        rows = synthetic_rows(cursor, documents=case.documents)
+        cut = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in rows.items()}
+        return {k: jax.device_put(v, program.batch_sharding(v.ndim)) for k, v in cut.items()}
+
+    return Subject(program, batch_at)
+
+
+@lru_cache(maxsize=64)
+def _reference(case: Case) -> Subject:
+    return subject(case)
+
+
+def difference(case: Case) -> Comparison:
+    """The case against one device, over `STEPS` updates."""
+    bound = {"float64": 1e-9, "float32": 1e-5, "bfloat16": BFLOAT16_BOUND}[case.precision]
+    with jax.enable_x64(case.precision == "float64"):
+        return compare(subject(case), _reference(case.on_one_device()), steps=STEPS, bound=bound)

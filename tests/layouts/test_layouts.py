@@ -1,0 +1,144 @@
+"""Every layout is the same run: pairs of choices over meshes and ZeRO stages, against one device."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardtrain.sharding.rules import current
+from tests.layouts.harness import MESHES, STYLES, Case, difference
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "sequence_parallel": (False, True),
+    "microbatches": (1, 2, 4),
+    "remat": ("none", "full", "dots", "attention,mlp"),
+    "dropout": (0.0, 0.2),
+    "style": tuple(STYLES),
+    "tied": (True, False),
+    "documents": (False, True),
+    "loop": ("scan", "unroll"),
+}
+BATCH_PER_SHARD = {"1": 16, "8x1": 2, "4x2": 4, "2x4": 8, "2x2x2": 4}
+
+
+def legal(case: Case) -> bool:
+    """Whether the batch divides, and whether sequence parallelism has an axis to act on."""
+    if BATCH_PER_SHARD[case.mesh] % case.microbatches:
+        return False
+    return not case.sequence_parallel or "tensor" in MESHES[case.mesh]
+
+
+def pairs_of(case: Case) -> set[tuple[object, ...]]:
+    """Every pair of choices that a case tests together."""
+    values = [(f.name, getattr(case, f.name)) for f in dataclasses.fields(case)]
+    return set(itertools.combinations(values, 2))
+
+
+def covering(per_layout: int) -> list[Case]:
+    """`per_layout` cases for each mesh x ZeRO stage, chosen to test as many pairs as they can."""
+    rng = random.Random(0)
+    seen: set[tuple[object, ...]] = set()
+    cases: list[Case] = []
+    for _, mesh, zero in itertools.product(range(per_layout), MESHES, range(4)):
+        drawn = (
+            Case(mesh=mesh, zero=zero, **{name: rng.choice(v) for name, v in CHOICES.items()})
+            for _ in range(60)
+        )
+        best = max(filter(legal, drawn), key=lambda case: len(pairs_of(case) - seen))
+        seen |= pairs_of(best)
+        cases.append(best)
+    return list(dict.fromkeys(cases))
+
+
+CASES = covering(3)
+BFLOAT16 = [
+    Case(mesh="4x2", zero=1, precision="bfloat16"),
+    Case(mesh="8x1", zero=3, precision="bfloat16", microbatches=2, style="llama", dropout=0.2),
+    Case(mesh="2x2x2", zero=2, precision="bfloat16", style="bloom", sequence_parallel=True),
+    Case(mesh="2x4", zero=0, precision="bfloat16", microbatches=4, tied=False, documents=True),
+]
+OPTIMIZERS = [
+    Case(mesh="4x2", zero=zero, microbatches=2, optimizer=name, style=style)
+    for name, zero, style in (
+        ("adam", 1, "gpt"),
+        ("sgd", 2, "llama"),
+        ("lion", 3, "bloom"),
+        ("adafactor", 3, "gpt"),
+        ("muon", 1, "llama"),
+        ("muon", 3, "gpt"),
+    )
+]
+
+
+def test_the_grid_is_as_large_as_promised() -> None:
+    assert len(CASES) >= 60
+    tested = set().union(*map(pairs_of, CASES))
+    wanted = {
+        pair
+        for mesh, zero in itertools.product(MESHES, range(4))
+        for a, b in itertools.combinations(["mesh", "zero", *CHOICES], 2)
+        for x, y in itertools.product(
+            {"mesh": tuple(MESHES), "zero": tuple(range(4)), **CHOICES}[a],
+            {"mesh": tuple(MESHES), "zero": tuple(range(4)), **CHOICES}[b],
+        )
+        if legal(dataclasses.replace(Case(mesh=mesh, zero=zero), **{a: x, b: y}))
+        for pair in [((a, x), (b, y))]
+    }
+    missing = wanted - tested
+    assert len(missing) <= 0.02 * len(wanted), missing
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layout_equals_one_device(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, result
+    assert current() is None
+
+
+@pytest.mark.parametrize("case", BFLOAT16, ids=str)
+def test_layout_equals_one_device_in_bfloat16(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, result
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_optimizer_equals_one_device(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, result
+
+
+@pytest.mark.smoke312
+def test_float32_is_within_its_bound() -> None:
+    case = Case(mesh="4x2", zero=1, microbatches=2, dropout=0.2, precision="float32")
+    result = difference(case)
+    assert result.equal, result
+    assert result.worst > 1e-12, "float32 cannot agree this well: was it computed in float64?"
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Any legal layout."""
+    return st.builds(
+        Case,
+        mesh=st.sampled_from(list(MESHES)),
+        zero=st.integers(0, 3),
+        optimizer=st.sampled_from(["adamw", "adam", "sgd", "lion"]),
+        **{name: st.sampled_from(values) for name, values in CHOICES.items()},
+    ).filter(legal)
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_random_layouts(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, (str(case), result)
+
+
+@pytest.mark.campaign
+@settings(max_examples=200, suppress_health_check=list(HealthCheck), derandomize=False)
+@given(cases())
+def test_many_random_layouts(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, (str(case), result)
