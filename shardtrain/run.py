@@ -197,8 +197,8 @@ def model_creator(config: RunConfig, vocab_size: int) -> Create:
 def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) -> Generator:
     """What goes on with texts; needs no data.
 
-    Learned and rotary positions beyond those of training are noise, so a window slides; ALiBi is made
-    to go on.
+    Learned and rotary positions beyond those of training are noise, so a window slides; ALiBi is
+    made to go on.
     """
     model, mesh = config.model, program.layout.mesh
     assert isinstance(mesh, Mesh)

@@ -5,7 +5,7 @@ from shardtrain.models.transformer import GATED
 
 
 def matrix_parameters(config: TransformerConfig, vocab_size: int) -> int:
-    """Parameters that multiply every token: the matrices of the stack, and the head (tied or not)."""
+    """Parameters that multiply every token: the stack's matrices and the head, tied or not."""
     embed, size = config.embed_dim, config.head_size
     qkv = embed * (config.num_heads + 2 * config.kv_heads) * size
     out = config.num_heads * size * embed

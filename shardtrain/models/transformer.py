@@ -1,7 +1,7 @@
 """One decoder-only transformer; GPT-2, Llama and BLOOM are choices of its config.
 
-Owns parameters, their logical names and the arithmetic of a block. It knows axis names, not the mesh, and
-neither the loss nor how its layers are run one after another.
+Owns parameters, their logical names and the arithmetic of a block. It knows axis names, not the
+mesh, and neither the loss nor how its layers are run one after another.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,6 +93,7 @@ class Norm(nnx.Module):
         self.bias = constant(("embed",), (config.embed_dim,), dtype, 0.0) if has_bias else None
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        """Normalises each position."""
         if self.kind == "rmsnorm":
             return rms_norm(x, self.scale[...])
         return layer_norm(x, self.scale[...], value(self.bias))
@@ -101,9 +102,9 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query causal self-attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    One matrix makes queries, keys and values: [embed, kv_heads, group, head_dim], where a group is the
-    query heads of one key/value head, then that key, then that value. Splitting kv_heads over `tensor`
-    keeps each group together.
+    One matrix makes queries, keys and values: [embed, kv_heads, group, head_dim], where a group is
+    the query heads of one key/value head, then that key, then that value. Splitting kv_heads over
+    `tensor` keeps each group together.
     """
 
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -125,6 +126,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], context: Context
     ) -> Float[Array, "batch length embed"]:
+        """Lets each position read those before it in its document."""
         config = self.config
         qkv = dense(x, self.qkv[...], bias=value(self.qkv_bias))
         qkv = constrain(qkv, "batch", "length", "kv_heads", "group", "head_dim")
@@ -148,7 +150,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The feed-forward half of a block; gated for swiglu and geglu (Shazeer 2020, arXiv 2002.05202)."""
+    """The feed-forward half of a block; swiglu and geglu are gated (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs) -> None:
         embed, hidden = config.embed_dim, config.mlp_size
@@ -162,6 +164,7 @@ class Mlp(nnx.Module):
         self.down_bias = constant(("embed",), (embed,), dtype, 0.0) if config.bias else None
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        """Maps each position by itself."""
         activate = ACTIVATIONS[self.activation]
         h = dense(x, self.up[...], bias=value(self.up_bias))
         if self.activation in GATED:
@@ -252,8 +255,9 @@ class Transformer(nnx.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = default_positions(batch["tokens"])
-        drop = key is not None and self.config.dropout > 0
-        keys = sample_keys(key, batch["sample"]) if drop else None
+        keys = None
+        if key is not None and self.config.dropout > 0:
+            keys = sample_keys(key, batch["sample"])
         return Context(positions, batch.get("segments"), keys)
 
     def embed(
@@ -305,8 +309,11 @@ def residual_stddev(config: TransformerConfig) -> float:
 def table(
     rngs: nnx.Rngs, vocab_size: int, rows: int, embed: int, dtype: Any
 ) -> nnx.Param[jax.Array]:
-    """A table of `rows` rows, one a token. Those from `vocab_size` on are padding and start at zero; so
-    they stay, as no gradient reaches them and decay keeps zero."""
+    """A table of `rows` rows, one a token.
+
+    Those from `vocab_size` on are padding and start at zero; so they stay, as no gradient reaches
+    them and decay keeps zero.
+    """
     normal = nnx.initializers.normal(INIT_STDDEV)
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """Dropout whose masks belong to samples, not to devices.
 
-A mask is keyed by (seed, step, sample, layer, site), so it is the same on every mesh, is found again
-when a block is recomputed, and differs between samples, layers, sites and steps.
+A mask is keyed by (seed, step, sample, layer, site), so it is the same on every mesh, is found
+again when a block is recomputed, and differs between samples, layers, sites and steps.
 """
 
 import jax
@@ -37,6 +37,8 @@ def dropout(
 
     def mask(key: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), site)
-        return jax.random.bits(key, x.shape[1:], jnp.uint32) >= threshold
+        bits: jax.Array = jax.random.bits(key, x.shape[1:], jnp.uint32)
+        keep: jax.Array = bits >= threshold
+        return keep
 
     return jnp.where(jax.vmap(mask)(keys), x * jnp.asarray(1 / (1 - rate), x.dtype), 0)

@@ -1,8 +1,9 @@
 """Vocabulary-parallel embedding: each device looks up the rows it holds, as in Megatron-LM.
 
-Written as two maps that are manual over every mesh axis not yet taken, forward and backward, inside one
-custom derivative: XLA's partitioner does not handle gathers on sharded operands inside partly manual
-regions, and neither map is ever differentiated through.
+Written as two maps that are manual over every mesh axis not yet taken, forward and backward, inside
+one
+custom derivative: XLA's partitioner does not handle gathers on sharded operands inside partly
+manual regions, and neither map is ever differentiated through.
 """
 
 import math

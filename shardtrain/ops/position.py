@@ -15,9 +15,10 @@ def rotary(
     positions: Int[Array, "batch length"],
     theta: float,
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
-    """Rotates pairs of channels by an angle that grows with position (Su et al. 2021, arXiv 2104.09864).
+    """Rotates pairs of channels by an angle that grows with position.
 
-    Channel i is paired with channel i + head_dim / 2, as Llama's published weights are.
+    Su et al. 2021, arXiv 2104.09864. Channel i is paired with channel i + head_dim / 2, as in
+    Llama's published weights.
     """
     half = x.shape[-1] // 2
     wide = sum_dtype(x.dtype)
@@ -31,8 +32,8 @@ def rotary(
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """The slope of each head's linear bias (Press et al. 2021, arXiv 2108.12409).
 
-    A geometric series from 2^(-8/n) for a power of two; other counts take the series of the power of
-    two below and every second term of the one above.
+    A geometric series from 2^(-8/n) for a power of two; other counts take the series of the power
+    of two below and every second term of the one above.
 
     Returns:
         float64 [heads].

@@ -1,11 +1,12 @@
 """The optimizers by name, each a chain of optax transformations that gives a direction.
 
-The step goes against the direction by the learning rate, which `update` applies; so does it clip, before
-any of this. Which leaves are decayed or orthogonalised is read off the logical names of their axes.
+The step goes against the direction by the learning rate, which `update` applies; so does it clip,
+before any of this. Which leaves are decayed or orthogonalised is read off the logical names of
+their axes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,20 @@ from shardtrain.optim.config import OptimizerConfig
 
 PyTree = Any
 Names = tuple[str | None, ...]
-Transform = optax.GradientTransformation
+Transform: TypeAlias = optax.GradientTransformation
 
 
 def is_matrix(names: Names) -> bool:
     """Whether a leaf is a matrix or an embedding, and so is decayed: `embed` and another axis.
 
-    A stacked norm scale is [layers, embed] and a stacked bias [layers, mlp]: their number of dims would
-    not tell.
+    A stacked norm scale is [layers, embed] and a stacked bias [layers, mlp]: their number of dims
+    would not tell.
     """
     return "embed" in names and any(name not in ("embed", "layers") for name in names)
 
 
 def is_hidden_matrix(names: Names) -> bool:
-    """Whether a leaf is a matrix inside the stack (Muon leaves embeddings and the head to AdamW)."""
+    """Whether a leaf is a matrix of the stack (Muon leaves embeddings and head to AdamW)."""
     return is_matrix(names) and "layers" in names
 
 
@@ -73,11 +74,11 @@ def _adafactor(config: OptimizerConfig, names: PyTree) -> Transform:
 
 
 def _muon(config: OptimizerConfig, names: PyTree) -> Transform:
-    """Orthogonalised momentum (Jordan 2024) at AdamW's scale (Liu et al. 2025, arXiv 2502.16982)."""
+    """Orthogonalised momentum (Jordan 2024) at AdamW's scale (Liu et al., arXiv 2502.16982)."""
     dims = _map_names(lambda n: _matrix_dims(n) if is_hidden_matrix(n) else None, names)
     labels = _map_names(lambda n: "muon" if is_hidden_matrix(n) else "adamw", names)
 
-    def at_adam_scale(updates: PyTree, params: PyTree) -> PyTree:
+    def at_adam_scale(updates: PyTree, _params: PyTree) -> PyTree:
         def scale(u: jax.Array, n: Names) -> Any:
             spec = _matrix_dims(n)
             rows, columns = (
@@ -121,7 +122,7 @@ def _matrix_dims(names: Names) -> MuonDimensionNumbers:
 
 
 def per_layer(one: Transform, names: PyTree) -> Transform:
-    """Runs a transformation on each layer of the stacked leaves by itself, and on the others as usual."""
+    """Runs a transformation on each layer of the stacked leaves by itself, on others as usual."""
     stacked = _map_names(lambda n: bool(n) and n[0] == "layers", names)
 
     def pick(tree: PyTree, want: bool) -> PyTree:

@@ -20,7 +20,7 @@ def _linear(done: jax.Array, config: OptimizerConfig) -> jax.Array:
     return 1 - (1 - config.final_ratio) * done
 
 
-def _constant(done: jax.Array, config: OptimizerConfig) -> jax.Array:
+def _constant(done: jax.Array, _config: OptimizerConfig) -> jax.Array:
     return jnp.ones_like(done)
 
 
@@ -42,7 +42,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     """The learning rate as a function of the update's number.
 
     Update k uses `schedule(k)`, so the first update is not wasted on a rate of zero: with
-    `warmup_steps = 4` and a peak of 1 the updates use 0.25, 0.5, 0.75, 1. The last uses the final rate.
+    `warmup_steps = 4` and a peak of 1 the updates use 0.25, 0.5, 0.75, 1. The last uses the final
+    rate.
 
     Args:
         config: the `[optimizer]` section.

@@ -1,7 +1,7 @@
 """The update: clip by the global norm, run the transformation, move the parameters.
 
-Owns master weights and where the arithmetic rests. It is a strategy of the step, so that other tiers of
-memory can bring another one.
+Owns master weights and where the arithmetic rests. It is a strategy of the step, so that other
+tiers of memory can bring another one.
 """
 
 from dataclasses import dataclass

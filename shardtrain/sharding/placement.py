@@ -72,7 +72,7 @@ def rest(
         base.append(axes)
     if stored is None:
         return Resting(_spec(base))
-    extra = _extra(names, mesh, compute, stored)
+    extra = _extra(mesh, compute, stored)
     used = {axis for axes in base for axis in axes}
     extra = tuple(axis for axis in extra if axis not in used)
     pieces = split_size(mesh, extra)
@@ -92,7 +92,7 @@ def rest(
 
 
 def _extra(
-    names: Names, mesh: Mesh | AbstractMesh, compute: Table, stored: Table
+    mesh: Mesh | AbstractMesh, compute: Table, stored: Table
 ) -> tuple[str, ...]:
     """Mesh axes of degree above 1 that the stored table adds, by whatever row."""
     added: list[str] = []
@@ -159,8 +159,10 @@ class Placement:
 
     @property
     def optimizer(self) -> PyTree:
-        """A sharding for every tensor of the optimizer that has a parameter's shape, and for the
-        whole step's gradient: under ZeRO 1 it is reduced straight into the shards that use it."""
+        """A sharding for every tensor of the optimizer that has a parameter's shape.
+
+        Also for the whole step's gradient: ZeRO 1 reduces it straight into the shards that use it.
+        """
         return self._shardings(self.zero >= 1)
 
     @property
@@ -171,8 +173,8 @@ class Placement:
     def optimizer_state(self, abstract: PyTree) -> PyTree:
         """A sharding for every leaf of an optimizer's state.
 
-        A leaf belongs to the parameter whose path its own path ends with, and rests like it where the
-        shapes agree; what has no parameter's shape (counts, factored moments) is whole.
+        A leaf belongs to the parameter whose path its own path ends with, and rests like it where
+        the shapes agree; what has no parameter's shape (counts, factored moments) is whole.
 
         Args:
             abstract: the state's shapes.
@@ -205,7 +207,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def bytes_per_device(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
     """Bytes that one device holds of an array."""
-    return math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize
+    return int(math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize)
 
 
 def tree_bytes(abstract: PyTree, shardings: PyTree) -> int:

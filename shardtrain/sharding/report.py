@@ -1,4 +1,4 @@
-"""A placement for the eye and for programs: each parameter's names, partition and bytes per device."""
+"""A placement, told: each parameter's names, partition and bytes per device."""
 
 from dataclasses import dataclass
 from typing import Any

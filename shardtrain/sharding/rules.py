@@ -1,9 +1,10 @@
 """Names and tables: which mesh axes a named axis of a tensor is split over.
 
-Models name the axes of their tensors with the words of `AXES`. A table maps those words to mesh axes.
-Two tables make a layout: COMPUTE (where things are while they are used) and STORED (where state rests
-between uses). This file owns the tables and the one context variable by which `constrain` finds them;
-where a whole tree rests is `placement`'s.
+Models name the axes of their tensors with the words of `AXES`. A table maps those words to mesh
+axes.
+Two tables make a layout: COMPUTE (where things are while they are used) and STORED (where state
+rests between uses). This file owns the tables and the one context variable by which `constrain`
+finds them; where a whole tree rests is `placement`'s.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ def compute_table(
     Raises:
         ShardingError: an override names an unknown axis or mesh axis.
     """
-    table: dict[str, tuple[str, ...]] = {name: () for name in AXES}
+    table: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     table["batch"] = ("replica", "data")
     table["length"] = ("context",)
     table["residual_length"] = ("context", "tensor") if sequence_parallel else ("context",)
@@ -83,17 +84,17 @@ def compute_table(
 
 
 def stored_table(compute: Table) -> Table:
-    """The STORED table: COMPUTE, with the width also split over the axes that otherwise hold copies.
+    """The STORED table: COMPUTE, with the width also split over axes that otherwise hold copies.
 
-    It is what ZeRO means here (Rajbhandari et al. 2020, arXiv 1910.02054): which state trees rest under
-    it. `replica` is not in it, which is hybrid sharding: copies across, shards within.
+    It is what ZeRO means here (Rajbhandari et al. 2020, arXiv 1910.02054): which state trees rest
+    under it. `replica` is not in it, which is hybrid sharding: copies across, shards within.
     """
     return {**compute, "embed": (*compute["embed"], "data", "context")}
 
 
 @dataclass(frozen=True, eq=False)
 class Active:
-    """The rules in force while a model is traced. Compared by identity, so it can be a static argument."""
+    """The rules in force while a model is traced; compared by identity, so it can be static."""
 
     table: Table
     mesh: Mesh | AbstractMesh
@@ -180,4 +181,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     assert x.ndim == len(names), (x.shape, names)
     if isinstance(active.mesh, AbstractMesh) or active.mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(active.mesh, active.spec(*names)))
+    placed: jax.Array = jax.lax.with_sharding_constraint(
+        x, NamedSharding(active.mesh, active.spec(*names))
+    )
+    return placed

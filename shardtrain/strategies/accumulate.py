@@ -1,8 +1,8 @@
 """Accumulation: the gradient of a step from its microbatches. One wrapper of the gradient function.
 
-With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward. With several,
-the sums of each data shard are kept apart and reduced once after the last (ZeRO 0-1), or each
-microbatch's gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
+With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward. With
+several, the sums of each data shard are kept apart and reduced once after the last (ZeRO 0-1), or
+each microbatch's gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
 """
 
 from collections.abc import Callable

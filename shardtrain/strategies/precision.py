@@ -1,4 +1,4 @@
-"""Precision: which dtype each tree of the state has. One wrapper: it casts, and nothing else asks for a dtype."""
+"""Precision: which dtype each tree of the state has. Nothing else asks for a dtype."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,10 @@ PyTree = Any
 class Policy:
     """The dtypes of a run.
 
-    `params` rest and compute in `compute`. Where that is narrower than `master`, the optimizer holds a
-    copy in `master`, from which they are cast anew after each update; the moments are `master` too.
-    Gradients have the parameters' dtype, and `accumulate` while several microbatches are added up.
+    `params` rest and compute in `compute`. Where that is narrower than `master`, the optimizer
+    holds a copy in `master`, from which they are cast anew after each update; the moments are
+    `master` too. Gradients have the parameters' dtype, and `accumulate` while several microbatches
+    are added up.
     """
 
     name: str
@@ -53,7 +54,7 @@ def policy(name: str) -> Policy:
         raise ConfigError(
             "unknown precision", where="train.precision", value=name, allowed=", ".join(POLICIES)
         )
-    if name == "float64" and not jax.config.jax_enable_x64:
+    if name == "float64" and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise ConfigError(
             "64-bit types are off",
             where="train.precision",

@@ -1,4 +1,4 @@
-"""Remat: what a block's backward finds saved and what it computes again. One wrapper of the block."""
+"""Remat: what a block's backward finds saved, and what it computes again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,8 @@ def remat(policy: str) -> Callable[[Block], Block]:
     """The wrapper for a policy.
 
     Args:
-        policy: "none" saves all that the backward reads; "full" saves the block's input only; "dots"
+        policy: "none" saves all that the backward reads; "full" saves the block's input only;
+            "dots"
             saves the results of matrix products with weights; otherwise the names of the tensors to
             save, comma-separated, of `NAMED`.
 

@@ -1,8 +1,8 @@
 """What a workload is: named loss terms as sums, and the weights that turn them into means.
 
-A task never returns a mean. The weight of a term is known from the batch before the backward pass, for the
-whole global step; each part of the batch is seeded with coefficient / total weight. So accumulation,
-ragged batches, padding and data parallelism agree by construction.
+A task never returns a mean. The weight of a term is known from the batch before the backward pass,
+for the whole global step; each part of the batch is seeded with coefficient / total weight. So
+accumulation, ragged batches, padding and data parallelism agree by construction.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from shardtrain.tasks.config import LanguageModelConfig
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Cross-entropy of the next token in nats, with the z-loss of PaLM (arXiv 2204.02311) as a choice."""
+    """Cross-entropy of the next token in nats; PaLM's z-loss (arXiv 2204.02311) is a choice."""
 
     config: LanguageModelConfig
     vocab_size: int

@@ -1,6 +1,9 @@
-"""From parts to functions: shapes, then placements, then compiled functions. Arrays are born where they rest.
+"""From parts to functions: shapes, then placements, then compiled functions.
 
-Owns the assembly that is the same for a config-driven run and for somebody's own model; it reads no config.
+Arrays are born where they rest.
+
+Owns the assembly that is the same for a config-driven run and for somebody's own model; it reads no
+config.
 """
 
 from collections.abc import Callable, Mapping

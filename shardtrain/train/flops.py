@@ -1,8 +1,8 @@
 """Model FLOPs utilisation: what a step needs against what the devices could do.
 
-Owns the convention: forward plus twice that for the backward, recomputation not counted (that would be
-hardware FLOPs), over the dense peak of the chip at the run's precision (Chowdhery et al. 2022, arXiv
-2204.02311). A chip that is not in the table has no percentage rather than a wrong one.
+Owns the convention: forward plus twice that for the backward, recomputation not counted (that would
+be hardware FLOPs), over the dense peak of the chip at the run's precision (Chowdhery et al. 2022,
+arXiv 2204.02311). A chip that is not in the table has no percentage rather than a wrong one.
 """
 
 import jax
@@ -27,9 +27,7 @@ def peak_flops(device: jax.Device, precision: str) -> float | None:
     return PEAK_FLOPS.get(device.device_kind, {}).get(precision)
 
 
-def utilisation(
-    flops_per_second: float, devices: list[jax.Device], precision: str
-) -> float | None:
+def utilisation(flops_per_second: float, devices: list[jax.Device], precision: str) -> float | None:
     """Model FLOPs utilisation, in [0, 1], or None for an unknown chip.
 
     Args:

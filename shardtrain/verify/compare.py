@@ -1,7 +1,7 @@
 """Two programs on the same batches: how far apart are loss, gradients and updated parameters?
 
-This is promise 1 of the project, as a command and as the test suite's grid: every layout is the same run as
-one device. It takes programs and batches, and reads no config.
+This is promise 1 of the project, as a command and as the test suite's grid: every layout is the
+same run as one device. It takes programs and batches, and reads no config.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,9 @@ Batch = Mapping[str, jax.Array]
 BOUNDS = {"float64": 1e-9, "float32": 1e-5}
 """Largest difference that is rounding, by precision."""
 FLOOR = 1e-3
-"""Part of the largest entry of all leaves below which a leaf's own size does not count: what should be
-zero (the gradient of a key's bias) is rounding only, and has no scale of its own."""
+"""Part of the largest entry of all leaves below which a leaf's own size does not count.
+
+What should be zero (the gradient of a key's bias) is rounding only, and has no scale of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Comparison:
 def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -> Comparison:
     """Runs both from the reference's initial state on the same batches.
 
-    Losses, gradients and updated parameters are compared at each step. Where `bound` is float32's, both
-    begin each step from the reference's state and the parameters are those that both make of the
-    reference's gradient: an adaptive optimizer turns the rounding of a zero gradient into a whole step,
-    so that free-running float32 trajectories of one and the same program would part.
+    Losses, gradients and updated parameters are compared at each step. Where `bound` is float32's,
+    both begin each step from the reference's state and the parameters are those that both make of
+    the reference's gradient: an adaptive optimizer turns the rounding of a zero gradient into a
+    whole step, so that free-running float32 trajectories of one and the same program would part.
 
     Args:
         subject: the layout in question.
@@ -71,8 +72,8 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
         bound: the largest difference allowed.
 
     Returns:
-        The differences: of the loss relative to it, of a leaf relative to the larger of its own largest
-        entry and `FLOOR` times the largest of all leaves.
+        The differences: of the loss relative to it, of a leaf relative to the larger of its own
+            largest entry and `FLOOR` times the largest of all leaves.
     """
     free = bound <= BOUNDS["float64"]
     truth = reference.program.init()
@@ -86,10 +87,7 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
         )
         new, found, grads = subject.program.step_with_gradients(state, subject.batch_at(cursor))
         right, grads = jax.device_get(right), jax.device_get(grads)
-        if not free:
-            params = subject.program.update_with(state, right)
-        else:
-            params = new.params
+        params = new.params if free else subject.program.update_with(state, right)
         loss = _worse(loss, relative(found["loss"], metrics["loss"]))
         _merge(gradients, differences(grads, right))
         _merge(parameters, differences(params, wanted.params))
@@ -100,9 +98,10 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
 def transfer(state: TrainState, program: Program) -> TrainState:
     """A state put where a program keeps it, bit for bit."""
 
-    def move(leaf: jax.Array, sharding: Any) -> jax.Array:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.wrap_key_data(np.asarray(jax.random.key_data(leaf))), sharding)
+    def move(leaf: jax.Array, sharding: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            bits = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
+            return jax.device_put(jax.random.wrap_key_data(bits), sharding)
         return jax.device_put(np.asarray(leaf), sharding)
 
     moved: TrainState = jax.tree.map(move, state, program.shardings)
@@ -123,8 +122,8 @@ def differences(found: PyTree, wanted: PyTree) -> dict[str, float]:
 
 def relative(found: Any, wanted: Any) -> float:
     """The relative difference of two numbers."""
-    found, wanted = float(found), float(wanted)
-    return abs(found - wanted) / abs(wanted) if wanted else abs(found)
+    distance = abs(float(found) - float(wanted))
+    return distance / abs(float(wanted)) if wanted else distance
 
 
 def _wide(leaf: Any) -> np.ndarray:
@@ -138,4 +137,4 @@ def _merge(total: dict[str, float], more: dict[str, float]) -> None:
 
 def _worse(a: float, b: float) -> float:
     """The larger; NaN if either is."""
-    return b if not b <= a else a
+    return a if b <= a else b

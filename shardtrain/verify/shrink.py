@@ -1,4 +1,4 @@
-"""A small run of the same kind: the same layout and choices, sizes that compile and run in seconds."""
+"""A small run of the same kind: the same layout and choices at sizes that run in seconds."""
 
 import math
 from collections.abc import Mapping

@@ -14,7 +14,7 @@ from shardtrain.verify.compare import Comparison, Subject, compare
 BATCH, LENGTH, VOCAB = 16, 16, 32
 STEPS = 3
 BFLOAT16_BOUND = 0.05
-"""Sums in bfloat16 are rounded to 2^-8; a gradient is a sum over hundreds of them in another order."""
+"""bfloat16 rounds to 2^-8; a gradient is a sum over hundreds of terms in another order."""
 
 STYLES = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu"},
@@ -67,7 +67,13 @@ class Case:
     def on_one_device(self) -> "Case":
         """The same run without a layout."""
         return dataclasses.replace(
-            self, mesh="1", zero=0, sequence_parallel=False, microbatches=1, remat="none", loop="scan"
+            self,
+            mesh="1",
+            zero=0,
+            sequence_parallel=False,
+            microbatches=1,
+            remat="none",
+            loop="scan",
         )
 
     def sections(self) -> dict[str, Any]:

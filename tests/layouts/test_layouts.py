@@ -1,4 +1,4 @@
-"""Every layout is the same run: pairs of choices over meshes and ZeRO stages, against one device."""
+"""Every layout is the same run: pairs of choices over meshes and ZeRO stages."""
 
 import dataclasses
 import itertools
