@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from shardtrain.models.config import TransformerConfig
-from shardtrain.ops.attention import attention
+from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
 from shardtrain.ops.dropout import dropout, sample_keys
 from shardtrain.ops.embedding import embedding
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
         qkv = dense(x, self.qkv[...], bias=value(self.qkv_bias))
         qkv = constrain(qkv, "batch", "length", "kv_heads", "group", "head_dim")
         qkv = checkpoint_name(qkv, "qkv")
-        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        q, k, v = split_groups(qkv)
         slopes = None
         if config.position == "rope":
             q = rotary(q, context.positions, config.rope_theta)
@@ -159,7 +159,7 @@ class Mlp(nnx.Module):
         shape = (2, hidden) if gated else (hidden,)
         self.activation = config.activation
         self.up = param(rngs, ("embed", *names), (embed, *shape), dtype, INIT_STDDEV)
-        self.down = param(rngs, ("mlp", "embed"), (hidden, embed), dtype, residual_stddev(config))
+        self.down = param(rngs, ("embed", "mlp"), (embed, hidden), dtype, residual_stddev(config))
         self.up_bias = constant(names, shape, dtype, 0.0) if config.bias else None
         self.down_bias = constant(("embed",), (embed,), dtype, 0.0) if config.bias else None
 
@@ -174,7 +174,7 @@ class Mlp(nnx.Module):
         else:
             h = constrain(h, "batch", "length", "mlp")
             h = activate(checkpoint_name(h, "mlp"))
-        return dense(h, self.down[...], bias=value(self.down_bias))
+        return dense(h, self.down[...], bias=value(self.down_bias), transposed=True)
 
 
 class Block(nnx.Module):
@@ -278,7 +278,7 @@ class Transformer(nnx.Module):
         """Scores of the next token; columns from `vocab_size` on are padding."""
         x = constrain(self.norm(x), "batch", "length", "embed")
         table = self.embedding if self.head is None else self.head
-        return constrain(dense(x, table[...].T), "batch", "length", "vocab")
+        return constrain(dense(x, table[...], transposed=True), "batch", "length", "vocab")
 
     def __call__(
         self, batch: Mapping[str, jax.Array], key: jax.Array | None, stack: Stack
