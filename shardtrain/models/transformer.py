@@ -200,10 +200,10 @@ class Block(nnx.Module):
             index: the layer's place in the model.
             context: positions, segments and dropout keys.
         """
-        h = constrain(self.attention_norm(x), "batch", "length", "embed")
+        h = normed(self.attention_norm(x))
         h = residual(self.attention(h, context), "attention_out")
         x = x + dropout(h, self.dropout, context.keys, index, 0)
-        h = constrain(self.mlp_norm(x), "batch", "length", "embed")
+        h = normed(self.mlp_norm(x))
         h = residual(self.mlp(h), "mlp_out")
         return x + dropout(h, self.dropout, context.keys, index, 1)
 
@@ -276,7 +276,7 @@ class Transformer(nnx.Module):
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
         """Scores of the next token; columns from `vocab_size` on are padding."""
-        x = constrain(self.norm(x), "batch", "length", "embed")
+        x = normed(self.norm(x))
         table = self.embedding if self.head is None else self.head
         return constrain(dense(x, table[...], transposed=True), "batch", "length", "vocab")
 
@@ -294,6 +294,12 @@ class Transformer(nnx.Module):
         x = self.embed(batch["tokens"], context)
         x = stack(self.layers, lambda layer, index, x: layer(x, index, context), x)
         return self.logits(x)
+
+
+def normed(x: jax.Array) -> jax.Array:
+    """Takes a norm's result out of the residual stream's layout, gathered after its cast."""
+    x = constrain(x, "batch", "residual_length", "embed")
+    return constrain(x, "batch", "length", "embed")
 
 
 def residual(x: jax.Array, name: str) -> jax.Array:

@@ -1,8 +1,7 @@
 """Vocabulary-parallel embedding: each device looks up the rows it holds, as in Megatron-LM.
 
 Written as two maps that are manual over every mesh axis not yet taken, forward and backward, inside
-one
-custom derivative: XLA's partitioner does not handle gathers on sharded operands inside partly
+one custom derivative: XLA's partitioner does not handle gathers on sharded operands inside partly
 manual regions, and neither map is ever differentiated through.
 """
 
@@ -34,6 +33,10 @@ def embedding(
         table: one row a token.
         tokens: row numbers.
         axis: the name of the table's first axis (`position` for a table of positions).
+
+    Returns:
+        The rows. Where the residual stream splits its positions over the axes that split the table
+        (sequence parallel), they are reduced straight into that split.
     """
     return _embedding(Static(current(), axis, table.shape[0]), table, tokens)
 
@@ -57,18 +60,24 @@ def _embedding(static: Static, table: jax.Array, tokens: jax.Array) -> jax.Array
     if active is None or static.plain:
         return table[tokens]
     split = active.axes(static.axis)
+    residual = active.axes("residual_length")
+    scatter = bool(split) and residual == (*active.axes("length"), *split)
 
     def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
         at, hit = _own(tokens, table.shape[0], split)
         rows = jnp.where(hit[..., None], table[at], 0)
-        return jax.lax.psum(rows, split) if split else rows
+        if scatter:
+            rows = jax.lax.psum_scatter(rows, split, scatter_dimension=1, tiled=True)
+        elif split:
+            rows = jax.lax.psum(rows, split)
+        return rows
 
     out: jax.Array = jax.shard_map(
         look_up,
         mesh=active.mesh,
         axis_names=active.free,
         in_specs=(active.spec(static.axis, None), active.spec("batch", "length")),
-        out_specs=active.spec("batch", "length", None),
+        out_specs=active.spec("batch", "residual_length" if scatter else "length", None),
         check_vma=False,
     )(table, tokens)
     return out
@@ -93,7 +102,11 @@ def _backward(static: Static, tokens: jax.Array, g: jax.Array) -> tuple[jax.Arra
         out_specs=PartitionSpec(shards or None, *active.spec(static.axis, None)),
         check_vma=False,
     )(g, tokens)
-    return parts.sum(0).astype(g.dtype), None
+    # In the gradient's dtype, so that no more bytes travel than it has; and as a product, because
+    # XLA adds a tied head's gradient to it before it reduces them only if both come from products.
+    ones = jnp.ones(parts.shape[0], g.dtype)
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.einsum("s,sve->ve", ones, parts.astype(g.dtype), precision=precision), None
 
 
 _embedding.defvjp(_forward, _backward)
