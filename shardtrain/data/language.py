@@ -170,9 +170,7 @@ class LanguageData:
         Args:
             rows: how many.
         """
-        return blank_batch(
-            rows, self.sequence_length, separate_documents=self.separate_documents
-        )
+        return blank_batch(rows, self.sequence_length, separate_documents=self.separate_documents)
 
     def _read(self, ids: NDArray[np.int64], number: int) -> Batch:
         length = self.sequence_length

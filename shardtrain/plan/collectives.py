@@ -1,7 +1,7 @@
-"""The collectives of a compiled program: what moves, over which mesh axis, how often, and beside what.
+"""The collectives of a compiled program: what moves, over which mesh axes, how often, beside what.
 
-Owns: replica groups in the notations of XLA, payload and ring bytes, overlap as scheduled. "Overlaps"
-means that products stand between start and done in the schedule, not that a clock was read.
+Owns: replica groups in the notations of XLA, payload and ring bytes, overlap as scheduled: that
+products stand between start and done in the schedule, not that a clock was read.
 Does not own: reading the text (`hlo`), links and times.
 """
 
@@ -280,7 +280,8 @@ def _mesh_groups(sizes: str, order: str, axes: str) -> Groups:
         name: (int(before or 1), int(size or degrees[name]))
         for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     }
-    split, inside = [], {}
+    split: list[int] = []
+    inside: dict[str, int] = {}
     for name, degree in degrees.items():
         before, size = spans.get(name, (1, 1))
         if name in spans:

@@ -1,7 +1,7 @@
 """Compiling for a target in a child process, under a time limit.
 
-Owns: the child, its environment, what comes back. A child because the compiler aborts the process on
-some programs, and because JAX_PLATFORMS must be set before jax starts.
+Owns: the child, its environment, what comes back. A child because the compiler aborts the process
+on some programs, and because JAX_PLATFORMS must be set before jax starts.
 Does not own: what is compiled: a function of the target's devices, named by the caller.
 """
 

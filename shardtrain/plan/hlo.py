@@ -1,6 +1,6 @@
-"""The text of a compiled program: its computations, how often each runs, and the FLOPs of its products.
+"""The text of a compiled program: computations, how often each runs, the FLOPs of its products.
 
-Owns: reading scheduled HLO as XLA prints it. Instructions stand in the order in which they are started.
+Owns: reading scheduled HLO as XLA prints it; instructions stand in the order of their start.
 Does not own: what a collective moves (`collectives`), or how the text is made (`compiling`).
 """
 

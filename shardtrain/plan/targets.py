@@ -1,14 +1,14 @@
 """GPUs that are not here: which ones the compiler knows, and device objects to compile for.
 
-Owns: names of targets, their descriptions, which are read at run time out of XLA's CUDA plug-in (jax
-0.12 and newer carry them as text), and the cure where the plug-in is missing.
+Owns: names of targets, their descriptions, which are read at run time out of XLA's CUDA plug-in
+(jax 0.12 and newer carry them as text), and the cure where the plug-in is missing.
 Does not own: compiling (`compiling`, in a child process, because the compiler may abort).
 """
 
 import importlib.metadata
 import importlib.util
+import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -114,7 +114,7 @@ def require_compiler() -> Path:
         raise UserError(
             "compiling for a GPU that is not here needs " + " and ".join(missing),
             where="plan",
-            value=f"Python {sys.version_info.major}.{sys.version_info.minor}, jax {_version('jax')}",
+            value=f"Python {platform.python_version()}, jax {_version('jax')}",
             cure=CURE,
         )
     return library
@@ -156,8 +156,8 @@ def describe(target: Target) -> str:
 def descriptions(library: Path) -> Mapping[str, str]:
     """The descriptions in a plug-in's library, by the chip's full name.
 
-    They lie in it as text of XLA's message `GpuTargetConfigProto`, each from `gpu_device_info` to the
-    line of its name.
+    They lie in it as text of XLA's message `GpuTargetConfigProto`, each from `gpu_device_info` to
+    the line of its name.
     """
     found = {}
     for part in library.read_bytes().split(b"gpu_device_info {\n")[1:]:
