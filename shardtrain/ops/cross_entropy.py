@@ -7,7 +7,7 @@ Does not own: weights of positions, sums over them, nor the product that makes t
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ def cross_entropy(
     Returns:
         (nll, log_z), both in at least 32 bits.
     """
-    static = Static(current(), vocab_size, vocab_size < logits.shape[-1])
+    active = current()
+    cpu = (jax.default_backend() if active is None else active.platform) == "cpu"
+    static = Static(active, vocab_size, vocab_size < logits.shape[-1], logits.dtype, cpu)
     return _cross_entropy(static, logits, targets)
 
 
@@ -44,6 +46,9 @@ class Static(NamedTuple):
     active: Active | None
     vocab_size: int
     padded: bool
+    dtype: Any
+    keep_exponentials: bool
+    """Save exp(logits - peak) in place of the logits: on CPU a second exp costs more."""
 
 
 Pair = tuple[jax.Array, jax.Array]
@@ -51,27 +56,29 @@ Pair = tuple[jax.Array, jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(static: Static, logits: jax.Array, targets: jax.Array) -> Pair:
-    active = static.active
-    if active is None or active.mesh.size == 1:
-        return _local_loss(static, (), logits, targets)
-    rows = active.spec("batch", "length")
-    losses: Pair = jax.shard_map(
-        partial(_local_loss, static, active.axes("vocab")),
-        mesh=active.mesh,
-        axis_names=active.free,
-        in_specs=(active.spec("batch", "length", "vocab"), rows),
-        out_specs=(rows, rows),
-        check_vma=False,
-    )(logits, targets)
-    return losses
+    return _forward(static, logits, targets)[0]
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array]
+"""The exponentials or the logits, the targets, and the sums or their log."""
 
 
 def _forward(static: Static, logits: jax.Array, targets: jax.Array) -> tuple[Pair, Saved]:
-    nll, log_z = _cross_entropy(static, logits, targets)
-    return (nll, log_z), (logits, targets, log_z)
+    active = static.active
+    if active is None or active.mesh.size == 1:
+        nll, log_z, saved, sums = _local_loss(static, (), logits, targets)
+    else:
+        rows = active.spec("batch", "length")
+        whole = active.spec("batch", "length", "vocab")
+        nll, log_z, saved, sums = jax.shard_map(
+            partial(_local_loss, static, active.axes("vocab")),
+            mesh=active.mesh,
+            axis_names=active.free,
+            in_specs=(whole, rows),
+            out_specs=(rows, rows, whole, rows),
+            check_vma=False,
+        )(logits, targets)
+    return (nll, log_z), (saved, targets, sums)
 
 
 def _backward(static: Static, saved: Saved, g: Pair) -> tuple[jax.Array, None]:
@@ -96,44 +103,58 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _local_loss(
     static: Static, axes: tuple[str, ...], logits: jax.Array, targets: jax.Array
-) -> Pair:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Reduces the part of the vocabulary that is here, then over the mesh axes that split it."""
-    ids, wide = _ids(axes, logits), _wide(static, axes, logits)
+    wide = _wide(static, axes, logits)
     peak = wide.max(-1, keepdims=True)
     peak = lax.pmax(peak, axes) if axes else peak
-    total = jnp.exp(wide - peak).sum(-1)
-    hit = jnp.where(ids == targets[..., None], wide, 0).sum(-1)
+    exponentials = jnp.exp(wide - peak)
+    total = exponentials.sum(-1)
+    # A gather of one entry a position; the rows of this device alone, so nothing is moved.
+    at = targets - _first(axes, logits)
+    here = (at >= 0) & (at < logits.shape[-1])
+    at = jnp.where(here, at, 0)
+    hit = jnp.where(here, jnp.take_along_axis(wide, at[..., None], -1)[..., 0], 0)
     if axes:
         total, hit = lax.psum((total, hit), axes)
     log_z = peak[..., 0] + jnp.log(total)
-    return log_z - hit, log_z
+    kept = (exponentials, total) if static.keep_exponentials else (logits, log_z)
+    return log_z - hit, log_z, *kept
 
 
 def _local_gradient(
     static: Static,
     axes: tuple[str, ...],
-    logits: jax.Array,
+    saved: jax.Array,
     targets: jax.Array,
-    log_z: jax.Array,
+    sums: jax.Array,
     g_nll: jax.Array,
     g_log_z: jax.Array,
 ) -> jax.Array:
     """`softmax x (g_nll + g_log_z) - onehot x g_nll`, in one pass."""
-    ids, wide = _ids(axes, logits), _wide(static, axes, logits)
-    weights = jnp.exp(wide - log_z[..., None]) * (g_nll + g_log_z)[..., None]
-    gradient = jnp.where(ids == targets[..., None], weights - g_nll[..., None], weights)
-    return gradient.astype(logits.dtype)
+    both = g_nll + g_log_z
+    if static.keep_exponentials:
+        weights = saved * (both / sums)[..., None]
+    else:
+        weights = jnp.exp(_wide(static, axes, saved) - sums[..., None]) * both[..., None]
+    hit = _ids(axes, saved) == targets[..., None]
+    return jnp.where(hit, weights - g_nll[..., None], weights).astype(static.dtype)
+
+
+def _first(axes: tuple[str, ...], logits: jax.Array) -> jax.Array | int:
+    """Token id of the first entry of the part that is here."""
+    return lax.axis_index(axes) * logits.shape[-1] if axes else 0
 
 
 def _ids(axes: tuple[str, ...], logits: jax.Array) -> jax.Array:
     """Token id of each entry of the part that is here."""
-    first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
-    return first + lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
+    ids = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
+    return _first(axes, logits) + ids
 
 
 def _wide(static: Static, axes: tuple[str, ...], logits: jax.Array) -> jax.Array:
     """Logits in at least 32 bits, padding hidden: finite, so that no difference is NaN."""
-    wide = logits.astype(sum_dtype(logits.dtype))
+    wide: jax.Array = logits.astype(sum_dtype(logits.dtype))
     if not static.padded:
         return wide
     return jnp.where(_ids(axes, logits) < static.vocab_size, wide, -1e30)

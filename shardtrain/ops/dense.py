@@ -50,6 +50,7 @@ def dense(
     contract: int = 1,
     bias: Float[Array, "..."] | None = None,
     transposed: bool = False,
+    wide: bool = False,
 ) -> Float[Array, "batch length ..."]:
     """Multiplies activations by a weight: `y[b, t, *out] = x[b, t, *in] w[*in, *out] + bias[*out]`.
 
@@ -60,9 +61,11 @@ def dense(
         bias: added to the product, [*out].
         transposed: whether `w` is [*out, *in]. A weight with fewer outputs than inputs is best kept
             so: its gradient is 1.25 times as fast on CPU.
+        wide: whether to return the sums as they are held, and not rounded to the dtype of `x`.
 
     Returns:
-        [batch, length, *out] in the dtype of `x`; sums are held in at least 32 bits.
+        [batch, length, *out] in the dtype of `x`, or of at least 32 bits with `wide`. Sums are held
+        in at least 32 bits either way.
 
     Example:
         >>> dense(jnp.ones((1, 2, 3)), jnp.ones((3, 4)), bias=jnp.ones(4)).shape
@@ -74,7 +77,8 @@ def dense(
     lead = x.shape[:2]
     if how.flatten:
         x = x.reshape(-1, *x.shape[2:])
-    static = Static(how.canonical and x.dtype.itemsize == 2, contract, transposed)
+    result = sum_dtype(x.dtype) if wide else x.dtype
+    static = Static(how.canonical and x.dtype.itemsize == 2, contract, transposed, result)
     y = _dense(static, x, w, bias)
     return y.reshape(*lead, *y.shape[1:]) if how.flatten else y
 
@@ -85,6 +89,7 @@ class Static(NamedTuple):
     widen: bool
     contract: int
     transposed: bool
+    result: Any
 
     def inner(self, w: jax.Array) -> Dims:
         """Dims of the weight that the product sums over."""
@@ -98,12 +103,11 @@ class Static(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    wide = jnp.float32 if static.widen else None
     last = tuple(range(x.ndim - static.contract, x.ndim))
-    y = _dot(x, w, last, static.inner(w), wide)
+    y = _dot(x, w, last, static.inner(w), jnp.float32 if static.widen else static.result)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
-    return y.astype(x.dtype)
+    return y.astype(static.result)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -121,6 +125,8 @@ def _backward(
     x, w, bias = residuals
     lead = tuple(range(x.ndim - static.contract))
     last = tuple(range(len(lead), g.ndim))
+    sums = None if bias is None else g.astype(sum_dtype(g.dtype)).sum(lead).astype(bias.dtype)
+    g = g.astype(x.dtype)
     wide = jnp.float32 if static.widen else None
     dx = _dot(g, w, last, static.outer(w), wide).astype(x.dtype)
     left, right = (g, x) if static.transposed else (x, g)
@@ -128,10 +134,7 @@ def _backward(
         dw = _canonical_gradient(left, right, len(lead))
     else:
         dw = _dot(left, right, lead, lead, None)
-    if bias is None:
-        return dx, dw.astype(w.dtype), None
-    sums = g.astype(sum_dtype(g.dtype)).sum(lead)
-    return dx, dw.astype(w.dtype), sums.astype(bias.dtype)
+    return dx, dw.astype(w.dtype), sums
 
 
 _dense.defvjp(_forward, _backward)

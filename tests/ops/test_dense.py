@@ -106,6 +106,18 @@ def test_sums_are_wider_than_16_bits(phrased):
     assert float(dense(ones.reshape(1, 1, -1), jnp.ones((4097, 1), jnp.bfloat16))[0, 0, 0]) == 4096
 
 
+@pytest.mark.usefixtures("phrased")
+def test_wide_results_are_not_rounded():
+    args = inputs((5,), (7,), jnp.bfloat16)
+    want = naive(*args, 1)
+    y, back = jax.vjp(lambda *a: dense(a[0], a[1], bias=a[2], wide=True), *args[:3])
+    assert y.dtype == jnp.float32
+    assert_near([y], want[:1], 1e-6)
+    grads = back(args[3].astype(jnp.float32))
+    assert all(a.dtype == jnp.bfloat16 for a in grads)
+    assert_near(grads, want[1:], 5e-3)
+
+
 @pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
 @pytest.mark.usefixtures("phrased")
 def test_under_transforms(transform):
