@@ -218,5 +218,9 @@ def encode_text(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
     Returns:
         Token ids, [any].
     """
-    body = tokenizer.encode([text.encode(errors="replace")])[0]
+    try:
+        raw = text.encode(errors="surrogateescape")  # bytes of a command line that are no UTF-8
+    except UnicodeEncodeError:
+        raw = text.encode(errors="replace")
+    body = tokenizer.encode([raw])[0]
     return np.concatenate([np.array(tokenizer.begin, np.int64), body.astype(np.int64)])

@@ -1,6 +1,5 @@
-"""The stack: how equal layers are run one after another. The pipeline is another way to run the same one."""
+"""The stack: how equal layers are run one after another. The pipeline is another way to run it."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -11,19 +10,19 @@ from shardtrain.strategies.remat import Block, remat
 
 PyTree = Any
 UNROLL_BELOW = 16
-"""On CPU fewer layers than this are unrolled: a scan costs 15 % there, and compiling stays short."""
+"""On CPU fewer layers than this are unrolled: a scan costs 15 %, and compiling stays short."""
 
 
 class Stack(Protocol):
     """Runs a stack of layers."""
 
-    def __call__(self, layers: nnx.Module, block: Block, x: jax.Array) -> jax.Array:
+    def __call__(self, layers: nnx.Module, block: Block, x: PyTree) -> Any:
         """Runs them.
 
         Args:
             layers: one module whose parameters have a leading `layers` dim.
             block: (layer, index, x) -> x, for one layer.
-            x: the residual stream [batch, residual_length, embed].
+            x: the residual stream [batch, residual_length, embed], and what goes along with it.
         """
         ...
 
@@ -37,13 +36,12 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
     """
     wrap = remat(policy)
 
-    def run(layers: nnx.Module, block: Block, x: jax.Array) -> jax.Array:
+    def run(layers: nnx.Module, block: Block, x: PyTree) -> Any:
         graph, state = nnx.split(layers)
         params = nnx.to_pure_dict(state)
 
-        def body(x: jax.Array, params: PyTree, index: jax.Array) -> jax.Array:
-            out: jax.Array = block(nnx.merge(graph, params), index, x)
-            return out
+        def body(x: PyTree, params: PyTree, index: jax.Array) -> PyTree:
+            return block(nnx.merge(graph, params), index, x)
 
         body = wrap(body)
         if loop == "scan":
@@ -58,7 +56,7 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
-    """Cuts the leading dim of every leaf; the gradient is put together by one concatenation a leaf."""
+    """Cuts the leading dim of every leaf; its gradient is put together by one concatenation."""
     leaves, treedef = jax.tree.flatten(tree)
     num = leaves[0].shape[0]
     rows = [[part[0] for part in jax.lax.split(leaf, [1] * num, axis=0)] for leaf in leaves]
