@@ -265,8 +265,9 @@ def parse_hlo(text: str) -> Module:
                 assert head is not None
                 name, lines = head[2], []
                 entry = name if head[1] else entry
-            elif line.startswith("}"):
+            elif line.startswith("}") and name:
                 computations[name] = Computation(name, tuple(lines))
+                name = ""
             continue
         found = _LINE.match(line)
         if found:
