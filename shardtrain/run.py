@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardtrain.config import RunConfig, resolve_mesh
-from shardtrain.data.language import LanguageData
+from shardtrain.data.language import LanguageData, blank_batch
 from shardtrain.data.loader import batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
 from shardtrain.data.tokenizer import Tokenizer
@@ -222,6 +222,42 @@ def make_report(program: Program) -> Report:
         opt_state=program.shapes.opt_state,
         gradient_dtype=program.policy.gradient_dtype(program.layout.microbatches),
     )
+
+
+def abstract_batch(config: RunConfig, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a run's batches, without data."""
+    data, microbatches = config.data, program.layout.microbatches
+    rows = blank_batch(
+        data.batch_size // microbatches,
+        data.sequence_length,
+        separate_documents=data.separate_documents,
+    )
+    return {
+        name: jax.ShapeDtypeStruct(
+            (microbatches, *a.shape), a.dtype, sharding=program.batch_sharding(a.ndim + 1)
+        )
+        for name, a in rows.items()
+    }
+
+
+def lower_step(
+    devices: Sequence[jax.Device], config: RunConfig, vocab_size: int
+) -> jax.stages.Lowered:
+    """A run's own step, lowered for devices that need not be here.
+
+    Args:
+        devices: all of them; their platform decides how the step is phrased.
+        config: from `load_config`.
+        vocab_size: tokens of the data.
+
+    Returns:
+        What is compiled to have the program that `train` runs on such devices.
+    """
+    program = make_program(config, vocab_size=vocab_size, devices=devices)
+    lowered: jax.stages.Lowered = program.step.lower(
+        program.abstract_state, abstract_batch(config, program)
+    )
+    return lowered
 
 
 def _say(message: str) -> None:
