@@ -54,7 +54,7 @@ def test_instructions() -> None:
     text = entry(
         "%p = f32[8]{0} parameter(0)",
         "%c = f32[] constant(2)",
-        '%q = f32[8]{0} fusion(%p, /*index=1*/%c), kind=kLoop, calls=%add, metadata={op_name="a(b)/c"}',
+        '%q = f32[8]{0} fusion(%p, /*index=1*/%c), calls=%add, metadata={op_name="a(b)/c"}',
         "ROOT %r = f32[8]{0} add(f32[8]{0} %p, f32[8]{0} %q)",
     )
     main = module(text).computations["main"]
@@ -167,12 +167,12 @@ def test_flops_of_products() -> None:
 %fused (a: bf16[4,16,32], b: bf16[4,32,8]) -> bf16[4,16,8] {
   %a = bf16[4,16,32]{2,1,0} parameter(0)
   %b = bf16[4,32,8]{2,1,0} parameter(1)
-  ROOT %d = bf16[4,16,8]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+  ROOT %d = bf16[4,16,8]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, RIGHT
 }
-"""
+""".replace("RIGHT", "rhs_batch_dims={0}, rhs_contracting_dims={1}")
     cublas = (
-        '%g = (f32[16,8]{1,0}, s8[1024]{0}) custom-call(%x, %x), custom_call_target="__cublas$gemm", '
-        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+        "%g = (f32[16,8]{1,0}, s8[1024]{0}) custom-call(%x, %x), "
+        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
         '{"lhs_contracting_dimensions":["0","2"],"rhs_contracting_dimensions":["0"]}}}'
     )
     program = module(
