@@ -172,7 +172,8 @@ def test_flops_of_products() -> None:
 """.replace("RIGHT", "rhs_batch_dims={0}, rhs_contracting_dims={1}")
     cublas = (
         "%g = (f32[16,8]{1,0}, s8[1024]{0}) custom-call(%x, %x), "
-        'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+        'custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
         '{"lhs_contracting_dimensions":["0","2"],"rhs_contracting_dimensions":["0"]}}}'
     )
     program = module(
