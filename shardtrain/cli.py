@@ -166,7 +166,7 @@ def _prepare(options: Prepare) -> int:
 
 def _generate(options: Generate, config: RunConfig) -> int:
     _devices(config)
-    from shardtrain.train.generate import generate_command
+    from shardtrain.commands_trained import generate_command
 
     return generate_command(
         config,
@@ -180,7 +180,7 @@ def _generate(options: Generate, config: RunConfig) -> int:
 
 def _evaluate(options: Evaluate, config: RunConfig) -> int:
     _devices(config)
-    from shardtrain.run import eval_command
+    from shardtrain.commands_trained import eval_command
 
     return eval_command(config, json=options.json)
 

@@ -15,6 +15,7 @@ from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import RunConfig, to_toml
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
+from shardtrain.errors import DataError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run, build
 from shardtrain.sharding.mesh import MESH_AXES
@@ -244,10 +245,23 @@ class _Training:
             screen.say(f"interrupted, {what}; the same command goes on from there, or this one:")
             screen.say(f"  shardtrain train {shlex.quote(str(self.directory.path))}")
             return EXIT_CODES[interrupt.signal]
+        self._sample(screen, observer, state)
         observer.event("stop", done, {"reason": "done" if done == steps else "run.stop_at"})
         more = "" if done == steps else f" {done} of {steps} updates, as run.stop_at says:"
         screen.say(f"done:{more} {self.directory.path}")
         return 0
+
+    def _sample(self, screen: Screen, observer: Observer, state: TrainState) -> None:
+        """Lets the model write; all that matters is saved already."""
+        tokens, seed = self.run.config.eval.sample_tokens, self.run.config.run.seed
+        if not tokens:
+            return
+        try:
+            text = self.run.generate(state, tokens=tokens, seed=seed)
+        except DataError as error:  # the tokens are there, but not what turns them into text
+            screen.say(f"no sample of text: {error}")
+            return
+        observer.event("sample", int(state.step), {"text": text})
 
 
 def _device_bytes(step: Any) -> dict[str, int]:

@@ -114,6 +114,25 @@ def open_data(
     return train, validation, info
 
 
+def open_tokenizer(config: DataConfig) -> Tokenizer:
+    """Load the tokenizer of a run; text need not be there any more, prepared tokens must.
+
+    Args:
+        config: the `[data]` section.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: it cannot be found or read.
+    """
+    path = Path(config.path).expanduser()
+    if not (config.path and _is_prepared(path)):
+        return load_tokenizer(config.tokenizer)
+    train = open_prepared(path, cache=cache_folder(config.cache)).train
+    return tokenizer_beside(train.path, train.header)
+
+
 def require_vocabulary(vocab_size: int, info: DataInfo) -> None:
     """Refuse a model whose vocabulary cannot hold the tokens.
 

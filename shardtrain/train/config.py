@@ -51,7 +51,7 @@ class LogConfig(BaseModel):
 
 
 class EvalConfig(BaseModel):
-    """Validation loss."""
+    """Validation loss, and a sample of text at the end."""
 
     model_config = _SECTION
 
@@ -59,3 +59,5 @@ class EvalConfig(BaseModel):
     """Steps between two evaluations. 0 = only at the end."""
     steps: int = Field(8, ge=0)
     """Batches in one evaluation. 0 = no evaluation."""
+    sample_tokens: int = Field(200, ge=0)
+    """Tokens of text that the model writes after the last step. 0 = none."""

@@ -131,14 +131,22 @@ class Generator:
         Raises:
             ConfigError: a number is negative.
         """
-        for name, number in (("tokens", tokens), ("temperature", temperature)):
-            if not number >= 0:
-                raise ConfigError("must be 0 or more", where=name, value=str(number))
+        self.check(tokens=tokens, temperature=temperature)
         ids = self.encode(prompt)
         new = self.draw(params, ids, tokens=tokens, temperature=temperature, seed=seed)
         # Some tokenizers write a token otherwise at the beginning of a text.
         before, whole = (self.tokenizer.decode(part) for part in (ids, [*ids, *new]))
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)
+
+    def check(self, *, tokens: int, temperature: float) -> None:
+        """Refuses what cannot be drawn.
+
+        Raises:
+            ConfigError: a number is negative.
+        """
+        for name, number in (("tokens", tokens), ("temperature", temperature)):
+            if not number >= 0:
+                raise ConfigError("must be 0 or more", where=name, value=str(number))
 
     def encode(self, prompt: str) -> NDArray[np.int64]:
         """The tokens of a prompt, at least one."""
@@ -299,7 +307,8 @@ class Generator:
 
         def alive(carry: Any) -> jax.Array:
             index, token, _, _ = carry
-            return (index < room) & (token != stop)
+            more: jax.Array = (index < room) & (token != stop)
+            return more
 
         def body(carry: Any) -> Any:
             index, token, cache, out = carry

@@ -27,7 +27,7 @@ class Observer(Protocol):
         """The numbers of a step."""
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Something that happened: compile, save, restore, eval, stop."""
+        """Something that happened: compile, save, restore, eval, sample, stop."""
 
     def flush(self) -> None:
         """Puts what was told on the disk: a checkpoint is about to rely on it."""

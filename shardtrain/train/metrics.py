@@ -78,7 +78,7 @@ class MetricsFile:
         """Append an event line.
 
         Args:
-            name: compile, save, restore, eval, skip, rollback, stop, ...
+            name: compile, save, restore, eval, sample, skip, rollback, stop, ...
             step: Updates done when it happened.
             values: What belongs to it.
 

@@ -112,9 +112,16 @@ class Screen:
             self.say(f"restored step {step} in {values['seconds']:.1f} s")
         elif name == "save":
             self.say(f"saved step {step} in {values['seconds']:.1f} s")
+        elif name == "sample":
+            self.say(f"what the model writes now:\n{printable(values['text'])}")
 
     def flush(self) -> None:
         """Nothing waits here."""
+
+
+def printable(text: str) -> str:
+    """A text that cannot steer a terminal: control characters become replacement characters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def make_console() -> Console:

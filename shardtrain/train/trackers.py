@@ -73,7 +73,7 @@ class Trackers:
         }
 
     def event(self, name: str, step: int, values: Mapping[str, object]) -> None:
-        """Log an evaluation; trackers show no other events.
+        """Log an evaluation or a sample of text; trackers show no other events.
 
         Args:
             name: Of the event.
@@ -82,6 +82,8 @@ class Trackers:
         """
         if name == "eval":
             self.row(step, values)
+        elif name == "sample":
+            self.text(step, name, str(values["text"]))
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log a text.
