@@ -59,16 +59,18 @@ class MeshConfig(BaseModel):
         devices = f"{num_devices} device" + ("s" if num_devices != 1 else "")
         if num_devices % others == 0 and self.data in (-1, num_devices // others):
             return sizes | {"data": num_devices // others}
-        fault = f"{others} does not divide {devices}"
+        fault, below = f"{others} does not divide {devices}", num_devices // others * others
+        counts = " or ".join(str(count) for count in (below, below + others) if count)
         if self.data != -1:
             fault = f"the product is {others * self.data}, but there are {devices}"
+            counts = str(others * self.data)
         raise ShardingError(
             fault,
             where="mesh",
             value=" x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1),
             allowed=f"degrees whose product is {num_devices}; data = -1 takes what is left",
-            cure=f"change a degree, or run.cpu_devices ({others * max(self.data, 1)} would do) "
-            "on a machine without an accelerator",
+            cure=f"change a degree, or run.cpu_devices ({counts} would do) on a machine without "
+            "an accelerator",
         )
 
 
