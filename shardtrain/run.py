@@ -200,8 +200,7 @@ def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) ->
     Learned and rotary positions beyond those of training are noise, so a window slides; ALiBi is
     made to go on.
     """
-    model, mesh = config.model, program.layout.mesh
-    assert isinstance(mesh, Mesh)
+    model = config.model
     trained = config.data.sequence_length
     windows = {"learned": model.max_length or trained, "alibi": None}
     return Generator(
@@ -210,7 +209,6 @@ def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) ->
         placement=program.placement,
         tokenizer=tokenizer,
         window=windows.get(model.position, trained),
-        loop=choose_loop(model.layer_loop, model.num_layers, _platform(mesh)),
     )
 
 

@@ -108,8 +108,6 @@ class Generator:
     """Text to tokens and back; only its tokens are drawn."""
     window: int | None
     """Positions that the model can tell apart; None: as many as wanted."""
-    loop: str
-    """How layers are run one after another: "scan" or "unroll"."""
 
     # -- text
 
@@ -117,6 +115,8 @@ class Generator:
         self, params: PyTree, prompt: str, *, tokens: int, temperature: float, seed: int
     ) -> str:
         """Goes on with a prompt.
+
+        A text that outgrows the model's positions goes on from its last part; `note` says so.
 
         Args:
             params: the model's parameters, where they rest.
@@ -258,7 +258,7 @@ class Generator:
         model: Transformer = nnx.merge(self.graph, params)
         steps = jnp.minimum(jnp.arange(tokens.shape[1], dtype=jnp.int32), last)
         batch = {"tokens": tokens, "positions": (first + steps)[None]}
-        stack = make_stack(loop=self.loop)
+        stack = make_stack()  # also on CPU: for one token a scan is faster, and soon compiled
         with use_rules(self._active.table, self._active.mesh):
             context = model.context(batch, None)
 
