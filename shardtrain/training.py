@@ -242,8 +242,10 @@ class _Training:
         if interrupt.signal is not None and done < last:
             observer.event("stop", done, {"reason": interrupt.signal.name})
             what = f"saved at step {done}" if done else "nothing was done yet"
-            screen.say(f"interrupted, {what}; the same command goes on from there, or this one:")
-            screen.say(f"  shardtrain train {shlex.quote(str(self.directory.path))}")
+            screen.say(
+                f"interrupted, {what}; the same command goes on from there, or this one:\n"
+                f"  shardtrain train {shlex.quote(str(self.directory.path))}"
+            )
             return EXIT_CODES[interrupt.signal]
         self._sample(screen, observer, state)
         observer.event("stop", done, {"reason": "done" if done == steps else "run.stop_at"})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, UserError
 from shardtrain.train.metrics import KEYS, MetricsFile, Truncation, read_events, read_rows
 from shardtrain.train.trackers import Trackers, check_trackers, make_trackers
 
@@ -64,6 +64,18 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     path.write_bytes(b'{"st')
     MetricsFile(path).close()
     assert path.read_bytes() == b""
+
+
+def test_a_full_disk_is_the_users_affair(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with MetricsFile(path) as metrics, pytest.raises(UserError) as caught:
+        metrics.row(1, {"loss": 1.0})
+    assert str(caught.value).splitlines() == [
+        f"{path}: the metrics cannot be written",
+        "  value: No space left on device",
+        "  to do: free some space, then run again: the run goes on from its newest checkpoint",
+    ]
 
 
 def test_truncate_goes_back_to_a_step(tmp_path):

@@ -8,6 +8,7 @@ in the middle of a line stays readable: the torn line is cut off when the file i
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from shardtrain.errors import UserError
 
 KEYS = (
     "step",
@@ -68,7 +71,7 @@ class MetricsFile:
             values: By name; NaN and infinities become null.
 
         Raises:
-            OSError: The disk is full.
+            UserError: The disk is full, or has failed.
         """
         row = {"step": step, **values}
         known = {key: row[key] for key in KEYS if key in row}
@@ -83,7 +86,7 @@ class MetricsFile:
             values: What belongs to it.
 
         Raises:
-            OSError: The disk is full.
+            UserError: The disk is full, or has failed.
         """
         self._append({"event": name, "step": step, **(values or {})})
 
@@ -91,9 +94,12 @@ class MetricsFile:
         """Wait until the disk has every line.
 
         Raises:
-            OSError: The disk failed.
+            UserError: The disk is full, or has failed.
         """
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritten(error) from error
 
     def truncate(self, step: int) -> Truncation:
         """Go back to a step: drop rows and events after it, and lines that cannot be read.
@@ -145,7 +151,20 @@ class MetricsFile:
 
     def _append(self, entry: Mapping[str, Value]) -> None:
         text = json.dumps({key: plain(value) for key, value in entry.items()}, allow_nan=False)
-        self._file.write(text.encode() + b"\n")
+        line = text.encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> UserError:
+        return UserError(
+            "the metrics cannot be written",
+            where=str(self.path),
+            value=error.strerror or str(error),
+            cure="free some space, then run again: the run goes on from its newest checkpoint",
+        )
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:

@@ -1,0 +1,26 @@
+"""What stands on a terminal, without a run."""
+
+import io
+
+from rich.console import Console
+
+from shardtrain.train.screen import Screen
+
+
+def test_the_screen_of_a_terminal() -> None:
+    """A bar, lines that are not cut, an estimate after the first update, NaN is no fault."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=60, color_system=None)
+    values = {"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 1e-3}
+    speed = {"tokens_per_second": 1e6, "mfu": None, "step_time": 2.0}
+    with Screen(first=4, last=10, every=100, console=console) as screen:
+        screen.table("a run", [("folder", "runs/[bold]x[/bold]:smile:")])
+        screen.row(5, values | speed)
+        screen.row(6, values | speed)
+        screen.row(10, values | speed | {"val_loss": 1.5, "mfu": 0.25})
+    said = text.getvalue()
+    assert "runs/[bold]x[/bold]" in said
+    assert "loss nan  grad inf  lr 1.00e-03  1,000,000 tokens/s  eta 0:10" in said
+    assert "step  6/10" not in said
+    assert "val_loss 1.5000" in said
+    assert "mfu 25.0%" in said
