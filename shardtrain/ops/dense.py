@@ -75,8 +75,13 @@ def dense(
     assert x.shape[2:] == w.shape[first : first + contract], (x.shape, w.shape, contract)
     how = phrasing()
     lead = x.shape[:2]
-    if how.flatten:
-        x = x.reshape(-1, *x.shape[2:])
+    rows = (math.prod(lead),) if how.flatten else lead
+    # XLA drops dims of size 1 anew for each product that it finds them in, and then gathers a
+    # weight that rests in pieces once for each.
+    inner = tuple(size for size in x.shape[2:] if size > 1) or (1,)
+    out = w.shape[:first] if transposed else w.shape[contract:]
+    x, contract = x.reshape(*rows, *inner), len(inner)
+    w = w.reshape(*out, *inner) if transposed else w.reshape(*inner, *out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     static = Static(how.canonical and x.dtype.itemsize == 2, contract, transposed, result)
     y = _dense(static, x, w, bias)
