@@ -79,7 +79,7 @@ def leave_on_termination() -> Iterator[None]:
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    _say("SIGTERM: ended before the first step")
+    _say("SIGTERM: ended; no training was under way")
     raise SystemExit(EXIT_CODES[signal.SIGTERM])
 
 

@@ -93,7 +93,7 @@ sys.exit(cli.main(["train", "tiny.toml"]))
     words = [sys.executable, "-c", code]
     result = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False)
     assert result.returncode == 75, result.stderr
-    assert "SIGTERM: ended before the first step" in result.stderr
+    assert "SIGTERM: ended; no training was under way" in result.stderr
     assert not (project / "run").exists()
 
 

@@ -49,7 +49,7 @@ def kill_at(folder: Path, moment: str, chance: random.Random, life: float) -> st
         job.wait_for("compiling the step")
         time.sleep(chance.uniform(0, 0.5))
     elif moment == "save":
-        job.wait_for_step(chance.randint(done, LAST - 5))
+        job.wait_for_step(chance.randint(min(done, LAST - 5), LAST - 5))
         job.wait_for_save()
         time.sleep(chance.uniform(0, 0.1))
     else:
