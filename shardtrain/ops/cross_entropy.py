@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import Active, current
 
@@ -34,9 +35,8 @@ def cross_entropy(
     Returns:
         (nll, log_z), both in at least 32 bits.
     """
-    active = current()
-    cpu = (jax.default_backend() if active is None else active.platform) == "cpu"
-    static = Static(active, vocab_size, vocab_size < logits.shape[-1], logits.dtype, cpu)
+    padded = vocab_size < logits.shape[-1]
+    static = Static(current(), vocab_size, padded, logits.dtype, platform() == "cpu")
     return _cross_entropy(static, logits, targets)
 
 

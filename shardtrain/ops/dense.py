@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
 
@@ -28,17 +29,16 @@ class Phrasing(NamedTuple):
     flatten: bool
     """Merge [batch, length] into one dim around the product (CPU)."""
     canonical: bool
-    """Copy left operands so that they are contracted on their last dim, and ask 16-bit products for
-    32-bit results (CPU, one device)."""
+    """Make all operands matrices, copy left ones so that they are contracted on their last dim, and
+    ask 16-bit products for 32-bit results (CPU, one device)."""
 
 
 def phrasing() -> Phrasing:
     """Chooses by the platform of the active mesh, or of the default device outside of rules."""
     active = current()
+    cpu = platform() == "cpu"
     if active is None:
-        cpu = jax.default_backend() == "cpu"
         return Phrasing(flatten=cpu, canonical=cpu)
-    cpu = active.platform == "cpu"
     length = active.is_sharded("length") or active.is_sharded("residual_length")
     return Phrasing(flatten=cpu and not length, canonical=cpu and active.mesh.size == 1)
 
@@ -56,7 +56,7 @@ def dense(
 
     Args:
         x: activations [batch, length, *in].
-        w: the weight [*in, *out]; its dims are not merged, so each may be split over devices.
+        w: the weight [*in, *out]; each dim may be split over devices.
         contract: number of dims of `in`.
         bias: added to the product, [*out].
         transposed: whether `w` is [*out, *in]. A weight with fewer outputs than inputs is best kept
@@ -74,18 +74,23 @@ def dense(
     first = w.ndim - contract if transposed else 0
     assert x.shape[2:] == w.shape[first : first + contract], (x.shape, w.shape, contract)
     how = phrasing()
-    lead = x.shape[:2]
-    rows = (math.prod(lead),) if how.flatten else lead
+    shape = *x.shape[:2], *(w.shape[:first] if transposed else w.shape[contract:])
+    rows: Dims = x.shape[:2]
     # XLA drops dims of size 1 anew for each product that it finds them in, and then gathers a
     # weight that rests in pieces once for each.
-    inner = tuple(size for size in x.shape[2:] if size > 1) or (1,)
-    out = w.shape[:first] if transposed else w.shape[contract:]
-    x, contract = x.reshape(*rows, *inner), len(inner)
+    inner: Dims = tuple(size for size in x.shape[2:] if size > 1) or (1,)
+    out: Dims = shape[2:]
+    if how.flatten:
+        rows = (math.prod(rows),)
+    if how.canonical:
+        # XLA:CPU copies an operand that is contracted on several dims.
+        rows, inner, out = (math.prod(rows),), (math.prod(inner),), (math.prod(out),)
+    x = x.reshape(*rows, *inner)
     w = w.reshape(*out, *inner) if transposed else w.reshape(*inner, *out)
+    bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
-    static = Static(how.canonical and x.dtype.itemsize == 2, contract, transposed, result)
-    y = _dense(static, x, w, bias)
-    return y.reshape(*lead, *y.shape[1:]) if how.flatten else y
+    widen = how.canonical and x.dtype.itemsize == 2
+    return _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
 
 
 class Static(NamedTuple):
@@ -135,26 +140,20 @@ def _backward(
     wide = jnp.float32 if static.widen else None
     dx = _dot(g, w, last, static.outer(w), wide).astype(x.dtype)
     left, right = (g, x) if static.transposed else (x, g)
-    if static.widen:
-        dw = _canonical_gradient(left, right, len(lead))
-    else:
-        dw = _dot(left, right, lead, lead, None)
+    dw = _canonical_gradient(left, right) if static.widen else _dot(left, right, lead, lead, None)
     return dx, dw.astype(w.dtype), sums
 
 
 _dense.defvjp(_forward, _backward)
 
 
-def _canonical_gradient(left: jax.Array, right: jax.Array, num_lead: int) -> jax.Array:
-    """Sums `left[*lead, *l] right[*lead, *r]` over `lead`, copying the smaller operand."""
-    rows = math.prod(left.shape[:num_lead])
-    shape = (*left.shape[num_lead:], *right.shape[num_lead:])
-    left, right = left.reshape(rows, -1), right.reshape(rows, -1)
-    num_left, num_right = left.shape[1], right.shape[1]
+def _canonical_gradient(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left.T @ right`, copying what is least."""
+    rows, num_left = left.shape
+    num_right = right.shape[1]
     if rows * num_left <= (rows + num_left) * num_right:
-        return _dot(transposed(left), right, (1,), (0,), jnp.float32).reshape(shape)
-    dw = _dot(transposed(right), left, (1,), (0,), jnp.float32)
-    return _pinned(dw).T.reshape(shape)
+        return _dot(transposed(left), right, (1,), (0,), jnp.float32)
+    return _pinned(_dot(transposed(right), left, (1,), (0,), jnp.float32)).T
 
 
 def transposed(x: jax.Array) -> jax.Array:
