@@ -72,7 +72,7 @@ class _Training:
         screen = Screen(first=resume or 0, last=last, every=self.run.config.log.every)
         with self.checkpoints, screen:
             screen.table(*self._introduction(resume))
-            for line in ineffective_settings(self.run.config, degrees=dict(self.run.mesh.shape)):
+            for line in self._notes():
                 screen.say(f"note: {line}")
             if resume is not None and resume >= last:
                 screen.say(f"nothing to do: {resume} of {last} updates are done")
@@ -114,6 +114,14 @@ class _Training:
              f"{data.sequence_length} tokens"),
             ("folder", str(self.directory.path)),
         ]  # fmt: skip
+
+    def _notes(self) -> list[str]:
+        """What was set and has no effect here."""
+        config, mesh = self.run.config, self.run.mesh
+        lines = ineffective_settings(config, degrees=dict(mesh.shape))
+        if config.run.deterministic and mesh.devices.flat[0].platform == "cpu":
+            lines.append("run.deterministic=True has no effect: CPU kernels always are")
+        return lines
 
     def _make_room(self, screen: Screen) -> None:
         """Takes away what a killed save has left; refuses a disk that is too small."""
@@ -165,7 +173,9 @@ class _Training:
         seconds = time.perf_counter() - begun
         observer.event("restore", resume, {"seconds": seconds, "replayed_to": seen})
         if self.cadence.eval_due(resume) and not self._evaluated(resume):
-            observer.event("eval", resume, self.run.evaluate(state))
+            values = self.run.evaluate(state)
+            if values:
+                observer.event("eval", resume, values)
         return state
 
     def _evaluated(self, step: int) -> bool:
