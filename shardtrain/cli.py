@@ -18,6 +18,7 @@ import tyro
 
 from shardtrain import __version__
 from shardtrain.cli_flags import parse, parse_plain
+from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import ConfigError, UserError
@@ -238,6 +239,7 @@ COMMANDS = {
     "eval": Command(Evaluate, "run", _evaluate),
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),
+    "schedule": Command(ScheduleOptions, "", schedule_command),
     "doctor": Command(Doctor, "", _doctor),
 }
 
