@@ -1,5 +1,6 @@
 """The documentation: what it quotes is so, what it shows runs, and what it names exists."""
 
+import difflib
 import re
 import runpy
 import shlex
@@ -67,6 +68,19 @@ def test_the_first_config(tmp_path: Path) -> None:
         load_config(tmp_path / "my.toml", {"mesh.tensor": 3})
     (quoted,) = (text for text in blocks(README, "text") if text.startswith("mesh.tensor=3"))
     assert quoted.strip() in str(refused.value)
+
+
+def test_the_examples_are_quoted() -> None:
+    one, many = (
+        (ROOT / "examples" / file).read_text("utf-8")
+        for file in ("one_device.py", "many_devices.py")
+    )
+    assert one in blocks(README, "python")
+    changed = [
+        line for line in difflib.ndiff(one.splitlines(), many.splitlines()) if line[0] in "+-"
+    ]
+    (quoted,) = blocks(README, "diff")
+    assert quoted.splitlines() == [line[0] + line[2:] for line in changed]
 
 
 # -- what is shown runs
