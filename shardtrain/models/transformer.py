@@ -276,7 +276,7 @@ class Transformer(nnx.Module):
     def logits(
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
-        """Scores of the next token, in at least 32 bits; columns from `vocab_size` on are padding."""
+        """Scores of the next token in at least 32 bits; columns from `vocab_size` on are padding."""
         x = normed(self.norm(x))
         table = self.embedding if self.head is None else self.head
         scores = dense(x, table[...], transposed=True, wide=True)
@@ -295,7 +295,8 @@ class Transformer(nnx.Module):
         context = self.context(batch, key)
         x = self.embed(batch["tokens"], context)
         x = stack(self.layers, lambda layer, index, x: layer(x, index, context), x)
-        return self.logits(x)
+        scores: jax.Array = self.logits(x)
+        return scores
 
 
 def normed(x: jax.Array) -> jax.Array:

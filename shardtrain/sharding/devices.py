@@ -92,7 +92,7 @@ def _set_flag(name: str, value: str) -> None:
 def _jax_has_started() -> bool:
     import jax
 
-    before = jax.config.jax_num_cpu_devices
+    before: int = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009  # not in its stubs
     try:
         jax.config.update("jax_num_cpu_devices", 2 if before == 1 else 1)  # refused once it has
     except RuntimeError:

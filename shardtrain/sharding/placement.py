@@ -91,9 +91,7 @@ def rest(
     return Resting(_spec(base), f"whole: no dim of {shape} divides by {pieces} more")
 
 
-def _extra(
-    mesh: Mesh | AbstractMesh, compute: Table, stored: Table
-) -> tuple[str, ...]:
+def _extra(mesh: Mesh | AbstractMesh, compute: Table, stored: Table) -> tuple[str, ...]:
     """Mesh axes of degree above 1 that the stored table adds, by whatever row."""
     added: list[str] = []
     for name in stored:

@@ -60,7 +60,7 @@ def unstack(tree: PyTree) -> list[PyTree]:
     leaves, treedef = jax.tree.flatten(tree)
     num = leaves[0].shape[0]
     rows = [[part[0] for part in jax.lax.split(leaf, [1] * num, axis=0)] for leaf in leaves]
-    return [treedef.unflatten(layer) for layer in zip(*rows, strict=True)]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*rows, strict=True)]
 
 
 def choose_loop(loop: str, num_layers: int, platform: str) -> str:
