@@ -276,7 +276,7 @@ class Transformer(nnx.Module):
     def logits(
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
-        """Scores of the next token in at least 32 bits; columns from `vocab_size` on are padding."""
+        """Scores of the next token in at least 32 bits; columns past `vocab_size` are padding."""
         x = normed(self.norm(x))
         table = self.embedding if self.head is None else self.head
         scores = dense(x, table[...], transposed=True, wide=True)
@@ -295,8 +295,7 @@ class Transformer(nnx.Module):
         context = self.context(batch, key)
         x = self.embed(batch["tokens"], context)
         x = stack(self.layers, lambda layer, index, x: layer(x, index, context), x)
-        scores: jax.Array = self.logits(x)
-        return scores
+        return self.logits(x)
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -307,7 +306,9 @@ def normed(x: jax.Array) -> jax.Array:
 
 def residual(x: jax.Array, name: str) -> jax.Array:
     """Brings a half block's result into the residual stream's layout, under a name for remat."""
-    return checkpoint_name(constrain(x, "batch", "residual_length", "embed"), name)
+    x = constrain(x, "batch", "residual_length", "embed")
+    named: jax.Array = checkpoint_name(x, name)
+    return named
 
 
 def residual_stddev(config: TransformerConfig) -> float:
