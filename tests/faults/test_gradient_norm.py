@@ -120,7 +120,7 @@ def test_o05_the_norm_of_bfloat16_gradients_is_summed_wider() -> None:
 
 # -- the transformer
 
-CLIPPED = {"optimizer.name": "adamw", "optimizer.clip_norm": 0.05, "optimizer.weight_decay": 0.1}
+CLIPPED = {"model.num_layers": 1, "optimizer.clip_norm": 0.05, "optimizer.momentum": 0.9}
 
 
 def copies(x: jax.Array) -> list[list[np.ndarray]]:
@@ -135,7 +135,7 @@ def test_o06_replicas_stay_equal_to_the_bit() -> None:
     """O-06: after 20 clipped steps all copies of every leaf have the same bits."""
     layout = {"mesh.data": 2, "mesh.tensor": 2, "sharding.sequence_parallel": True}
     of = program(CLIPPED | layout)
-    state = state_of(of, initial())
+    state = state_of(of, initial(CLIPPED))
     for step in range(20):
         state, metrics = of.step(state, put(of, text(seed=step)))
         assert metrics["grad_norm"] > 0.05
@@ -145,4 +145,4 @@ def test_o06_replicas_stay_equal_to_the_bit() -> None:
             several += len(same) > 1
             for other in same[1:]:
                 assert same[0].tobytes() == other.tobytes(), jax.tree_util.keystr(path)
-    assert several > 40
+    assert several > 20

@@ -84,7 +84,8 @@ def test_o17_build_checks_the_mesh_first(monkeypatch) -> None:
 
 # -- a padded vocabulary
 
-UNTIED = {**STYLES["llama"], "model.num_kv_heads": 0, "optimizer.name": "adamw"}
+UNTIED = {**STYLES["llama"], "model.num_kv_heads": 0, "model.num_layers": 1}
+UNTIED |= {"optimizer.name": "adamw"}
 PADDED = {"model.vocab_multiple": 4, "mesh.tensor": 4}
 
 
