@@ -1,0 +1,1 @@
+"""Steps of other trainers on the same model and data, to compare with (docs/benchmarks.md)."""
