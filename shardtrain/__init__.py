@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shardtrain.run import Run, build
     from shardtrain.sharding.devices import prepare_devices
     from shardtrain.sharding.mesh import make_mesh
-    from shardtrain.sharding.placement import place
-    from shardtrain.train.step import make_train_step
+    from shardtrain.train.functional import make_train_step
+    from shardtrain.train.own_model import jit, place, place_batch
     from shardtrain.training import train
 
 __version__ = "0.1.0.dev0"
@@ -41,8 +41,10 @@ _HOME = {
     "Run": "shardtrain.run",
     "build": "shardtrain.run",
     "make_mesh": "shardtrain.sharding.mesh",
-    "make_train_step": "shardtrain.train.step",
-    "place": "shardtrain.sharding.placement",
+    "jit": "shardtrain.train.own_model",
+    "make_train_step": "shardtrain.train.functional",
+    "place": "shardtrain.train.own_model",
+    "place_batch": "shardtrain.train.own_model",
     "prepare_devices": "shardtrain.sharding.devices",
 }
 
@@ -55,10 +57,12 @@ __all__ = [
     "ShardingError",
     "UserError",
     "build",
+    "jit",
     "load_config",
     "make_mesh",
     "make_train_step",
     "place",
+    "place_batch",
     "prepare_devices",
     "to_toml",
     "train",

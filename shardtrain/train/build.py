@@ -23,7 +23,7 @@ from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.stack import Stack
 from shardtrain.tasks.base import Batch, Task
-from shardtrain.train.state import TrainState
+from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
     Metrics,
     make_evaluation,
@@ -112,15 +112,7 @@ class Program:
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
-        placement, shapes = self.placement, self.shapes
-        whole = placement.whole
-        return TrainState(
-            step=whole,  # type: ignore[arg-type]
-            cursor=whole,  # type: ignore[arg-type]
-            params=placement.params,
-            opt_state=placement.optimizer_state(shapes.opt_state),
-            key=whole,  # type: ignore[arg-type]
-        )
+        return state_shardings(self.placement, self.shapes)
 
     @cached_property
     def abstract_state(self) -> TrainState:

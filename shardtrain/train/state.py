@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from shardtrain.sharding.placement import Placement
+
 PyTree = Any
 
 
@@ -27,3 +29,20 @@ class TrainState:
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+
+def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
+    """The sharding of every leaf of a state.
+
+    Args:
+        placement: where parameters and optimizer state rest.
+        shapes: the state's shapes.
+    """
+    whole: Any = placement.whole
+    return TrainState(
+        step=whole,
+        cursor=whole,
+        params=placement.params,
+        opt_state=placement.optimizer_state(shapes.opt_state),
+        key=whole,
+    )
