@@ -22,6 +22,7 @@ from shardtrain.sharding.mesh import MESH_AXES
 from shardtrain.train.flops import utilisation
 from shardtrain.train.interrupt import EXIT_CODES, Interrupt
 from shardtrain.train.loop import Cadence, CompiledStep, Loop, Observer, Observers
+from shardtrain.train.machine import warnings
 from shardtrain.train.metrics import MetricsFile, read_events
 from shardtrain.train.rundir import Change, RunDirectory, changes, check_changes
 from shardtrain.train.screen import Screen, human_bytes
@@ -116,12 +117,12 @@ class _Training:
         ]  # fmt: skip
 
     def _notes(self) -> list[str]:
-        """What was set and has no effect here."""
+        """What was set and has no effect here, and what this machine could do better."""
         config, mesh = self.run.config, self.run.mesh
         lines = ineffective_settings(config, degrees=dict(mesh.shape))
         if config.run.deterministic and mesh.devices.flat[0].platform == "cpu":
             lines.append("run.deterministic=True has no effect: CPU kernels always are")
-        return lines
+        return [*lines, *warnings()]
 
     def _make_room(self, screen: Screen) -> None:
         """Takes away what a killed save has left; refuses a disk that is too small."""

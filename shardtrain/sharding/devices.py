@@ -1,12 +1,13 @@
 """What must be asked for before jax starts: virtual CPU devices, deterministic GPU kernels.
 
 Owns: the one place that sets XLA's flags, the words when it is too late for them, and the guess,
-made without jax, how many devices a run will find. Does not own: the mesh. Importing this file
-never imports jax.
+made without jax, which accelerators and how many devices a run will find. Does not own: the mesh.
+Importing this file never imports jax.
 """
 
 import glob
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -15,8 +16,27 @@ from shardtrain.errors import ConfigError
 
 _DEVICES = "--xla_force_host_platform_device_count"
 _DETERMINISTIC = "--xla_gpu_deterministic_ops"
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "libtpu")
-_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+PLUGINS = {
+    "NVIDIA": ("jax_cuda13_plugin", "jax_cuda12_plugin"),
+    "AMD": ("jax_rocm7_plugin",),
+    "TPU": ("libtpu",),
+}
+"""What jax needs to use an accelerator, by maker."""
+_NODES = {
+    "NVIDIA": ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/gpus/*", "/dev/nvhost-gpu", "/dev/dxg"),
+    "AMD": ("/dev/kfd",),
+    "TPU": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"),
+}
+_JAX_LOGGER = "jax._src.xla_bridge"
+
+
+def accelerators() -> dict[str, int]:
+    """Return how many accelerators the system knows, by maker, whether or not jax can use them."""
+    counts = {
+        maker: max(len(glob.glob(pattern)) for pattern in patterns)
+        for maker, patterns in _NODES.items()
+    }
+    return {maker: count for maker, count in counts.items() if count}
 
 
 def accelerator_expected() -> bool:
@@ -25,8 +45,8 @@ def accelerator_expected() -> bool:
     if platforms.split(",")[0] == "cpu":
         return False
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    nodes = any(glob.glob(pattern) for pattern in _NODES)
-    return nodes and not hidden and any(map(importlib.util.find_spec, _PLUGINS))
+    plugins = [plugin for some in PLUGINS.values() for plugin in some]
+    return bool(accelerators()) and not hidden and any(map(importlib.util.find_spec, plugins))
 
 
 def expected_devices(cpu_devices: int) -> int | None:
@@ -56,6 +76,8 @@ def prepare_devices(cpu_devices: int, *, deterministic: bool = False) -> None:
     Raises:
         ConfigError: jax has started already, with others.
     """
+    if not accelerators():
+        logging.getLogger(_JAX_LOGGER).addFilter(_is_no_plugin_error)
     if deterministic and accelerator_expected():
         _require_deterministic()
     if cpu_devices == 0:
@@ -69,6 +91,11 @@ def prepare_devices(cpu_devices: int, *, deterministic: bool = False) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError:
         _check_started(cpu_devices)
+
+
+def _is_no_plugin_error(record: logging.LogRecord) -> bool:
+    """Drop the traceback of a plug-in that is only here to compile for machines elsewhere."""
+    return "plugin configuration error" not in record.getMessage()
 
 
 def _require_deterministic() -> None:
