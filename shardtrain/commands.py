@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
@@ -130,31 +131,33 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
         return 0
     console = Console(highlight=False)
     degrees = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    columns = ("parameter", "axes", "shape", "split", "optimizer split", "parameter", "gradient")
-    table = Table(*columns, "optimizer", "note", box=None)
+    table = Table("", box=None, pad_edge=False)
+    for name in ("parameter", "gradient", "optimizer"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in report.rows:
-        table.add_row(*_cells(row))
+        sizes = (row.parameters, row.gradients, row.optimizer)
+        table.add_row(_description(row), *map(human_bytes, sizes))
+    table.add_row("total", *map(human_bytes, total.values()))
     console.print(f"mesh {degrees or '1 device'}, ZeRO {config.sharding.zero}; bytes on one device")
     console.print(table)
-    console.print(
-        "total  " + ", ".join(f"{name} {human_bytes(size)}" for name, size in total.items())
-    )
     return 0
 
 
-def _cells(row: Row) -> list[str]:
-    def spec(axes: tuple[Any, ...]) -> str:
-        words = ["+".join(a) if isinstance(a, tuple) else str(a or ".") for a in axes]
-        return " ".join([*words, *["."] * (len(row.shape) - len(words))])
+def _description(row: Row) -> Text:
+    """A parameter's path, then its axes: name, size, and the mesh axes that split it."""
+    axes = zip(row.names, row.shape, _spread(row.spec, row), strict=True)
+    dims = [f"{name or 'dim'} {size}{f' / {over}' if over else ''}" for name, size, over in axes]
+    lines = [", ".join(dims)]
+    if row.stored_spec != row.spec:
+        stored = zip(row.names, _spread(row.stored_spec, row), strict=True)
+        split = [f"{name or 'dim'}/{over}" for name, over in stored if over]
+        lines.append(f"optimizer: {', '.join(split)}")
+    if row.note:
+        lines.append(row.note)
+    return Text.assemble((row.path, "bold"), *(f"\n  {line}" for line in lines))
 
-    return [
-        row.path,
-        " ".join(str(name) for name in row.names),
-        "x".join(map(str, row.shape)),
-        spec(row.spec),
-        spec(row.stored_spec),
-        human_bytes(row.parameters),
-        human_bytes(row.gradients),
-        human_bytes(row.optimizer),
-        row.note,
-    ]
+
+def _spread(spec: tuple[Any, ...], row: Row) -> list[str]:
+    """The mesh axes of every dim, in words."""
+    words = [" ".join(axes) if isinstance(axes, tuple) else axes or "" for axes in spec]
+    return [*words, *[""] * (len(row.shape) - len(words))]
