@@ -146,7 +146,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
 def _description(row: Row) -> Text:
     """A parameter's path, then its axes: name, size, and the mesh axes that split it."""
     axes = zip(row.names, row.shape, _spread(row.spec, row), strict=True)
-    dims = [f"{name or 'dim'} {size}{f' / {over}' if over else ''}" for name, size, over in axes]
+    dims = [f"{name or 'dim'} {size}{f'/{over}' if over else ''}" for name, size, over in axes]
     lines = [", ".join(dims)]
     if row.stored_spec != row.spec:
         stored = zip(row.names, _spread(row.stored_spec, row), strict=True)
