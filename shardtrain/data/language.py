@@ -9,7 +9,7 @@ targets: the only shift by one there is.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -32,9 +32,9 @@ _EVALUATION_SEED = 0
 class LanguageData:
     """Tokens in samples of a fixed length, and the order in which they are taken."""
 
-    tokens: NDArray[np.integer[Any]]
+    tokens: NDArray[np.integer[Any]] = field(repr=False)
     """All tokens, [any], may be memory-mapped."""
-    offsets: NDArray[np.int64]
+    offsets: NDArray[np.int64] = field(repr=False)
     """Where each document starts, and the end of the last; each has a token at least."""
     vocab_size: int
     sequence_length: int

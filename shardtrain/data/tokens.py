@@ -14,7 +14,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -177,9 +177,9 @@ class TokenFile:
 
     path: Path
     header: Header
-    tokens: NDArray[np.unsignedinteger[Any]]
+    tokens: NDArray[np.unsignedinteger[Any]] = field(repr=False)
     """All tokens, [tokens]."""
-    offsets: NDArray[np.int64]
+    offsets: NDArray[np.int64] = field(repr=False)
     """Where each document starts, and the end of the last, [documents + 1]."""
 
     @classmethod
