@@ -4,8 +4,9 @@ Owns: the two products, the masked softmax between them, and their gradient; the
 Does not own: projections, rotary positions, dropout, nor attention over a split `length`.
 
 The backward pass recomputes the probabilities of a block from the row sums that the forward pass
-keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved. It works on
-[keys, queries], so that its products are contracted on the left operand's last dim.
+keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved. There are two:
+by rows, and for 16-bit types on CPU by keys, where products are fast only if they are contracted on
+the left operand's last dim.
 """
 
 from functools import partial
@@ -144,9 +145,55 @@ def _forward(
     return out, Saved(q, k, v, out, _join(sums, 3), segments, alibi)
 
 
-def _backward(
-    static: Static, saved: Saved, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+Gradients = tuple[jax.Array, jax.Array, jax.Array, None, None]
+
+
+def _backward(static: Static, saved: Saved, g: jax.Array) -> Gradients:
+    if static.canonical and saved.q.dtype.itemsize == 2:
+        return _backward_by_keys(static, saved, g)
+    return _backward_by_rows(static, saved, g)
+
+
+def _backward_by_rows(static: Static, saved: Saved, g: jax.Array) -> Gradients:
+    """Works on [queries, keys], a block of queries at a time."""
+    q, k, v = saved.q, saved.k, saved.v
+    length, scale = q.shape[3], q.shape[-1] ** -0.5
+    slopes = None if saved.alibi is None else saved.alibi[:, :, None, None]
+    along = _row_products(static, g, saved.out)
+    g = _heads_first(g)
+    blocks = _blocks(static, length)
+    dq = []
+    dk: list[list[jax.Array]] = [[] for _ in blocks]
+    dv: list[list[jax.Array]] = [[] for _ in blocks]
+    for start, stop in blocks:
+        end = stop if static.causal else length
+        queries, outer = (_flat(a[..., start:stop, :]) for a in (q, g))
+        keys, values = k[..., :end, :], v[..., :end, :]
+        shape = (*q.shape[:3], stop - start, end)
+        scores = (_product(queries, keys, 3, 3) * scale).reshape(shape)
+        at = _along(2, start, stop), _along(3, 0, end)
+        scores = _hidden(static, scores, *at, saved.segments, slopes)
+        weights = jnp.exp(scores - saved.log_sum[..., start:stop, None])
+        mixed = _product(outer, values, 3, 3).reshape(shape)
+        slope = weights * (mixed - along[..., start:stop, None]) * scale
+        slope, weights = (_flat(a.astype(q.dtype)) for a in (slope, weights))
+        part = _product(slope, keys, 3, 2).astype(q.dtype)
+        dq.append(part.reshape(*q.shape[:3], stop - start, -1))
+        for total, left, right in ((dk, slope, queries), (dv, weights, outer)):
+            part = _product(left, right, 2, 2)
+            for index, (low, high) in enumerate(blocks):
+                if low < end:
+                    total[index].append(part[..., low:high, :])
+    back = (0, 2, 1, 3)
+    dk_whole, dv_whole = (
+        _join([sum(some[1:], some[0]).astype(k.dtype) for some in parts], 2).transpose(back)
+        for parts in (dk, dv)
+    )
+    return _join(dq, 3).transpose(0, 3, 1, 2, 4), dk_whole, dv_whole, None, None
+
+
+def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
+    """Works on [keys, queries], a block of keys at a time."""
     q, k, v = saved.q, saved.k, saved.v
     batch, heads, group, length, size = q.shape
     along = _row_products(static, g, saved.out)
@@ -168,7 +215,7 @@ def _backward(
         slope, weights = (a.astype(q.dtype).reshape(*keys.shape[:3], -1) for a in (slope, weights))
         dk.append(_product(slope, queries, 3, 2).astype(k.dtype))
         dv.append(_product(weights, outer, 3, 2).astype(v.dtype))
-        part = _columns_product(static, keys, slope).reshape(batch, heads, size, group, -1)
+        part = _product(transposed(keys), slope, 3, 2).reshape(batch, heads, size, group, -1)
         for index, (low, high) in enumerate(_blocks(static, length)):
             if low >= first:
                 parts[index].append(part[..., low - first : high - first])
@@ -248,11 +295,6 @@ def _product(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
         x, y, (((over_x,), (over_y,)), ((0, 1), (0, 1))), preferred_element_type=wide
     )
     return out
-
-
-def _columns_product(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
-    """[b, n, keys, i] with [b, n, keys, j] -> [b, n, i, j]."""
-    return _product(transposed(x), y, 3, 2) if static.canonical else _product(x, y, 2, 2)
 
 
 def _row_products(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
