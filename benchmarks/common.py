@@ -183,6 +183,7 @@ def report(
         "ms_step_max": round(max(timings.seconds) * 1e3, 1),
         "steps": len(timings.seconds),
         "loss0": round(timings.loss0, 4),
+        "tag": "",
         "cpu_s_step": round(cpu_s_step, 3),
     }
     print(json.dumps({**figures, **extra}), flush=True)
