@@ -59,7 +59,7 @@ class TransformerConfig(BaseModel):
     embed_norm: bool = False
     """A normalisation right after the embedding, as BLOOM has it."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel. auto = cuDNN on a GPU where it applies, else XLA."""
+    """Attention kernel. auto = XLA; cudnn = the fused one, for 16-bit types on NVIDIA GPUs."""
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
 
