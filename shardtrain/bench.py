@@ -21,7 +21,7 @@ from shardtrain.config import RunConfig
 from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run, abstract_batch, build
-from shardtrain.sharding.mesh import MESH_AXES
+from shardtrain.sharding.mesh import split_axes
 from shardtrain.train.flops import utilisation
 from shardtrain.train.machine import allocator
 
@@ -124,8 +124,7 @@ def _figures(run: Run, timings: Timings) -> Figures:
 
 def _layout(run: Run) -> str:
     """The layout in a few words; empty for one device without microbatches."""
-    shape, config = run.mesh.shape, run.config
-    words = [f"{axis} {shape[axis]}" for axis in MESH_AXES if shape[axis] > 1]
+    config, words = run.config, split_axes(run.mesh)
     if config.sharding.zero:
         words.append(f"zero {config.sharding.zero}")
     if config.train.microbatches > 1:

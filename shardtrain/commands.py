@@ -14,7 +14,7 @@ from rich.text import Text
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
 from shardtrain.run import Run, build, make_program, make_report
-from shardtrain.sharding.mesh import MESH_AXES
+from shardtrain.sharding.mesh import MESH_AXES, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
 from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
@@ -131,7 +131,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
         )
         return 0
     console = Console(highlight=False)
-    degrees = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    degrees = " x ".join(split_axes(mesh))
     table = Table("", box=None, pad_edge=False)
     for name in ("parameter", "gradient", "optimizer"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -6,7 +6,6 @@ not own: generation and evaluation.
 
 import json as json_
 import sys
-from pathlib import Path
 
 import jax
 
@@ -16,6 +15,7 @@ from shardtrain.data.sources import open_tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.run import build, make_generator, make_program
 from shardtrain.train.build import Program
+from shardtrain.train.rundir import checkpoints_in
 from shardtrain.train.screen import make_console, printable
 from shardtrain.train.state import TrainState
 
@@ -33,7 +33,7 @@ def restore_newest(config: RunConfig, program: Program) -> TrainState:
     Raises:
         CheckpointError: there is none, or it is that of another model.
     """
-    folder = Path(config.run.dir) / "checkpoints"
+    folder = checkpoints_in(config.run.dir)
     with Checkpointer(folder, config.checkpoint.keep) as checkpoints:
         step = checkpoints.latest()
         if step is None:

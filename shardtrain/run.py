@@ -22,7 +22,7 @@ from shardtrain.models.transformer import Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
 from shardtrain.sharding.devices import prepare_devices
-from shardtrain.sharding.mesh import make_mesh
+from shardtrain.sharding.mesh import make_mesh, mesh_platform
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
@@ -158,8 +158,7 @@ def make_program(
     """
     mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
     vocab_size = config.model.vocab_size or vocab_size
-    platform = jax.default_backend() if isinstance(mesh, AbstractMesh) else _platform(mesh)
-    loop = choose_loop(config.model.layer_loop, config.model.num_layers, platform)
+    loop = choose_loop(config.model.layer_loop, config.model.num_layers, mesh_platform(mesh))
     sharding = config.sharding
     layout = Layout(
         mesh=mesh,
@@ -260,7 +259,3 @@ def lower_step(
 
 def _say(message: str) -> None:
     make_console().print(message, markup=False, soft_wrap=True)
-
-
-def _platform(mesh: Mesh) -> str:
-    return str(mesh.devices.flat[0].platform)

@@ -18,7 +18,7 @@ from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import DataError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run, build
-from shardtrain.sharding.mesh import MESH_AXES
+from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.train.flops import utilisation
 from shardtrain.train.interrupt import EXIT_CODES, Interrupt
 from shardtrain.train.loop import Cadence, CompiledStep, Loop, Observer, Observers
@@ -99,8 +99,7 @@ class _Training:
     def _introduction(self, resume: int | None) -> tuple[str, list[tuple[str, str]]]:
         """What runs where, as a title and rows."""
         run, config, bytes_ = self.run, self.run.config, self.run.report
-        devices, shape = run.mesh.devices, run.mesh.shape
-        mesh = " x ".join(f"{a} {shape[a]}" for a in MESH_AXES if shape[a] > 1)
+        devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
         count = sum(leaf.size for leaf in jax.tree.leaves(run.program.shapes.params))
         data = config.data
         title = "a new run" if resume is None else f"goes on from step {resume}"
@@ -120,7 +119,7 @@ class _Training:
         """What was set and has no effect here, and what this machine could do better."""
         config, mesh = self.run.config, self.run.mesh
         lines = ineffective_settings(config, degrees=dict(mesh.shape))
-        if config.run.deterministic and mesh.devices.flat[0].platform == "cpu":
+        if config.run.deterministic and mesh_platform(mesh) == "cpu":
             lines.append("run.deterministic=True has no effect: CPU kernels always are")
         return [*lines, *warnings()]
 

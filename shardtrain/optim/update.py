@@ -13,7 +13,7 @@ import optax
 
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.schedules import Schedule
-from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.strategies.precision import Policy, cast
 
 PyTree = Any
@@ -55,18 +55,18 @@ class Optimizer:
         at_rest = self.placement.optimizer
         # Scaled here and not inside the transformation: the norm is that of all leaves.
         grads = jax.tree.map(lambda g: g.astype(wide) * jnp.asarray(factor, wide), grads)
-        master = state["master"] if self.policy.has_master else _constrain(params, at_rest)
+        master = state["master"] if self.policy.has_master else constrain_tree(params, at_rest)
         # optax itself counts on mixed dtypes being promoted; ours do not.
         with jax.numpy_dtype_promotion("standard"):
             direction, inner = self.transform.update(grads, state["transform"], master)
         new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, master, direction)
-        new = _constrain(new, at_rest)
+        new = constrain_tree(new, at_rest)
         state = {"transform": inner}
         if self.policy.has_master:
             state["master"] = new
         # Cast where it rests, then spread: half the bytes travel.
-        params = _constrain(cast(new, self.policy.compute), at_rest)
-        params = _constrain(params, self.placement.params)
+        params = constrain_tree(cast(new, self.policy.compute), at_rest)
+        params = constrain_tree(params, self.placement.params)
         return params, state, {"grad_norm": norm, "learning_rate": rate}
 
 
@@ -77,7 +77,3 @@ def global_norm(tree: PyTree) -> jax.Array:
         return jnp.sum(jnp.square(x.astype(sum_dtype(x.dtype))))
 
     return jnp.sqrt(sum(square(x) for x in jax.tree.leaves(tree)))
-
-
-def _constrain(tree: PyTree, shardings: PyTree) -> PyTree:
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

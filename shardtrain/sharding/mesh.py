@@ -62,6 +62,23 @@ def make_mesh(
     return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
 
 
+def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes that really share out the samples: those of `DATA_AXES` of degree above 1."""
+    return tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
+
+
+def split_axes(mesh: Mesh | AbstractMesh) -> list[str]:
+    """Every axis of degree above 1 with its degree, for the eye: `["data 4", "tensor 2"]`."""
+    return [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
+
+
+def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
+    """The platform of the devices, "cpu", "gpu" or "tpu"; of an abstract mesh, jax's default."""
+    if isinstance(mesh, AbstractMesh):
+        return str(jax.default_backend())
+    return str(mesh.devices.flat[0].platform)
+
+
 def data_degree(mesh: Mesh | AbstractMesh) -> int:
     """Number of shards that a batch is cut into."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)

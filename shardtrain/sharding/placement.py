@@ -191,6 +191,11 @@ class Placement:
         return jax.tree.map_with_path(pick, abstract)
 
 
+def constrain_tree(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Says where every leaf of a tree is, inside a traced function."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
 def leaves_by_path(tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a tree with their paths, in order."""
     return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
-from shardtrain.sharding.mesh import MESH_AXES
+from shardtrain.sharding.mesh import MESH_AXES, mesh_platform
 
 AXES = {
     "batch": "samples of a (micro)batch",
@@ -130,9 +130,7 @@ class Active:
     @property
     def platform(self) -> str:
         """The platform of the devices: "cpu", "gpu", "tpu"."""
-        if isinstance(self.mesh, AbstractMesh):
-            return jax.default_backend()
-        return str(self.mesh.devices.flat[0].platform)
+        return mesh_platform(self.mesh)
 
 
 _ACTIVE: contextvars.ContextVar[Active | None] = contextvars.ContextVar("rules", default=None)

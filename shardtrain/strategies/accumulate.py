@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import DATA_AXES, data_degree
-from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
 
 PyTree = Any
@@ -44,7 +44,7 @@ def make_gradients(
 
     def placed(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         sums, grads = gradients(params, batch, shared)
-        return sums, _constrain(grads, placement.optimizer)
+        return sums, constrain_tree(grads, placement.optimizer)
 
     return placed
 
@@ -70,11 +70,11 @@ def _scattered_each(
     def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
             grads, sums = _grad(loss)(params, part, shared)
-            grads = _constrain(grads, placement.gradients)
+            grads = constrain_tree(grads, placement.gradients)
             return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-        total, sums = jax.lax.scan(body, _constrain(zeros, placement.gradients), batch)
+        total, sums = jax.lax.scan(body, constrain_tree(zeros, placement.gradients), batch)
         return jax.tree.map(lambda s: s.sum(0), sums), total
 
     return gradients
@@ -85,7 +85,7 @@ def _reduced_once(
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Keeps the sums of each data shard apart, in a leading dim split over the data axes."""
     mesh = placement.mesh
-    axes = tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
+    axes = data_axes(mesh)
     shards = data_degree(mesh)
 
     def apart(sharding: NamedSharding) -> NamedSharding:
@@ -108,12 +108,8 @@ def _reduced_once(
             return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
 
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), dtype), params)
-        total, sums = jax.lax.scan(body, _constrain(zeros, apart_each), batch)
+        total, sums = jax.lax.scan(body, constrain_tree(zeros, apart_each), batch)
         sums = jax.tree.map(lambda s: s.sum((0, 1)), sums)
         return sums, jax.tree.map(lambda g: g.sum(0), total)
 
     return gradients
-
-
-def _constrain(tree: PyTree, shardings: PyTree) -> PyTree:
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key
 
 from shardtrain.errors import ShardingError
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.mesh import DATA_AXES, data_degree
+from shardtrain.sharding.mesh import data_axes, data_degree
 from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
 from shardtrain.strategies.accumulate import make_gradients
@@ -167,10 +167,9 @@ class TrainStep:
 
     def _cut(self, x: Array) -> Array:
         """[batch, ...] -> [microbatch, batch, ...]: each data shard cuts its own samples."""
-        axes = tuple(axis for axis in DATA_AXES if self.mesh.shape[axis] > 1)
         x = x.reshape(data_degree(self.mesh), self.microbatches, -1, *x.shape[1:])
         x = x.swapaxes(0, 1).reshape(self.microbatches, -1, *x.shape[3:])
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, axes or None))
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, data_axes(self.mesh) or None))
         cut: Array = jax.lax.with_sharding_constraint(x, sharding)
         return cut
 

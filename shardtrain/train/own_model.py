@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
-from shardtrain.sharding.mesh import DATA_AXES, MESH_AXES, data_degree
+from shardtrain.sharding.mesh import MESH_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import Names, path_name, rest
 from shardtrain.sharding.rules import AXES, Table, compute_table, stored_table
 
@@ -173,9 +173,8 @@ def place_batch(batch: T, mesh: Mesh) -> T:
 
 
 def _put_batch(leaf: Any, mesh: Mesh) -> jax.Array:
-    axes = tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
     sharding = NamedSharding(
-        mesh, PartitionSpec(axes or None) if np.ndim(leaf) else PartitionSpec()
+        mesh, PartitionSpec(data_axes(mesh) or None) if np.ndim(leaf) else PartitionSpec()
     )
     placed: jax.Array
     if jax.process_count() == 1 or not np.ndim(leaf):

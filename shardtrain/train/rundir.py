@@ -14,7 +14,6 @@ import socket
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from shardtrain.errors import ConfigError
@@ -46,6 +45,11 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {_word(self.old)} -> {_word(self.new)}"
+
+
+def checkpoints_in(run_dir: str | Path) -> Path:
+    """The folder of a run's checkpoints, without taking hold of the run."""
+    return Path(run_dir) / "checkpoints"
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -124,7 +128,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return self.path / "checkpoints"
+        return checkpoints_in(self.path)
 
     @property
     def metrics(self) -> Path:
@@ -188,12 +192,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
