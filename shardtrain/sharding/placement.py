@@ -5,6 +5,7 @@ whoever asks before there is one. It knows no model and no optimizer.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,8 +172,8 @@ class Placement:
     def optimizer_state(self, abstract: PyTree) -> PyTree:
         """A sharding for every leaf of an optimizer's state.
 
-        A leaf belongs to the parameter whose path its own path ends with, and rests like it where
-        the shapes agree; what has no parameter's shape (counts, factored moments) is whole.
+        A leaf rests like the parameter that owns it where the shapes agree; what has no parameter's
+        shape (counts, factored moments) is whole.
 
         Args:
             abstract: the state's shapes.
@@ -181,14 +182,28 @@ class Placement:
         shardings = dict(leaves_by_path(self.optimizer))
 
         def pick(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            for start in range(len(path)):
-                owner = path_name(path[start:])
-                if owner in shapes and shapes[owner].shape == leaf.shape:
-                    sharding: NamedSharding = shardings[owner]
-                    return sharding
-            return self.whole
+            owner = owner_of(path_name(path), shapes)
+            if not owner or shapes[owner].shape != leaf.shape:
+                return self.whole
+            sharding: NamedSharding = shardings[owner]
+            return sharding
 
         return jax.tree.map_with_path(pick, abstract)
+
+
+def owner_of(path: str, params: Collection[str]) -> str:
+    """The parameter that a leaf of the optimizer's state belongs to.
+
+    Args:
+        path: the leaf's path.
+        params: the paths of the parameters.
+
+    Returns:
+        The longest of them that the path ends with, or "".
+    """
+    words = path.split("/")
+    ends = ("/".join(words[start:]) for start in range(len(words)))
+    return next((end for end in ends if end in params), "")
 
 
 def constrain_tree(tree: PyTree, shardings: PyTree) -> PyTree:

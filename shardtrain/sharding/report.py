@@ -5,7 +5,13 @@ from typing import Any
 
 import jax
 
-from shardtrain.sharding.placement import Placement, bytes_per_device, leaves_by_path, tree_bytes
+from shardtrain.sharding.placement import (
+    Placement,
+    bytes_per_device,
+    leaves_by_path,
+    owner_of,
+    tree_bytes,
+)
 
 PyTree = Any
 
@@ -61,7 +67,7 @@ def report(
     leaves = zip(leaves_by_path(opt_state), jax.tree.leaves(opt_shardings), strict=True)
     shapes = dict(leaves_by_path(params))
     for (path, leaf), sharding in leaves:
-        owner = next((p for p in shapes if path.endswith("/" + p)), "")
+        owner = owner_of(path, shapes)
         size = bytes_per_device(leaf.shape, leaf.dtype, sharding)
         by_owner[owner] = by_owner.get(owner, 0) + size
     at_rest = dict(leaves_by_path(placement.params))
