@@ -42,9 +42,9 @@ def restore_newest(config: RunConfig, program: Program) -> TrainState:
                 where=str(folder),
                 cure="train it first (`shardtrain train`); an interrupted run saves as it stops",
             )
-        wanted = program.abstract_state.replace(opt_state=())
+        wanted = program.abstract_saved.replace(opt_state=())
         state: TrainState = checkpoints.restore(step, wanted, subset=True)
-    return state
+    return program.from_saved(state)
 
 
 def generate_command(

@@ -21,8 +21,9 @@ from shardtrain.errors import ConfigError, raise_all
 from shardtrain.models.config import TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
+from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
-from shardtrain.strategies.config import TrainConfig
+from shardtrain.strategies.config import PipelineConfig, TrainConfig
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.train.config import EvalConfig, LogConfig, RunSection
 
@@ -46,6 +47,7 @@ class RunConfig(BaseModel):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
@@ -60,6 +62,7 @@ SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "mesh": MeshConfig,
     "sharding": ShardingConfig,
     "train": TrainConfig,
+    "pipeline": PipelineConfig,
     "optimizer": OptimizerConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
@@ -187,6 +190,7 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     micro = config.train.microbatches
     faults += model_faults(model, data)
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
+    faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults or _unsupported(config)
 
 
@@ -244,13 +248,30 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
     return faults
 
 
+def _stage_faults(config: RunConfig, stages: int, vocab: int | None) -> list[ConfigError]:
+    """Why there is no such pipeline."""
+    if stages == 1:
+        return []
+    try:
+        make_stages(
+            config.pipeline,
+            config.model,
+            stages=stages,
+            microbatches=config.train.microbatches,
+            length=config.data.sequence_length,
+            vocab_size=config.model.vocab_size or vocab,
+        )
+    except ConfigError as fault:
+        return [fault]
+    return []
+
+
 def _unsupported(config: RunConfig) -> list[ConfigError]:
-    what = {"pipeline": "the pipeline", "context": "context parallelism"}
+    if config.mesh.context == 1:
+        return []
     return [
         ConfigError(
-            f"{words} is not in this version yet; use 1 (mesh.data and mesh.tensor are there)",
-            where=f"mesh.{axis}={getattr(config.mesh, axis)}",
+            "context parallelism is not in this version yet; use 1",
+            where=f"mesh.context={config.mesh.context}",
         )
-        for axis, words in what.items()
-        if getattr(config.mesh, axis) > 1
     ]

@@ -21,13 +21,17 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.models.transformer import Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
+from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.mesh import make_mesh, mesh_platform
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
+from shardtrain.strategies.accumulate import Accumulation
+from shardtrain.strategies.parts import Runner
+from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.precision import policy
-from shardtrain.strategies.stack import choose_loop, make_stack
+from shardtrain.strategies.stack import choose_loop, make_stack, make_streamed_stack
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create, Layout, Program
 from shardtrain.train.generate import Generator
@@ -158,7 +162,6 @@ def make_program(
     """
     mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
     vocab_size = config.model.vocab_size or vocab_size
-    loop = choose_loop(config.model.layer_loop, config.model.num_layers, mesh_platform(mesh))
     sharding = config.sharding
     layout = Layout(
         mesh=mesh,
@@ -166,8 +169,7 @@ def make_program(
             sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules
         ),
         zero=sharding.zero,
-        microbatches=config.train.microbatches,
-        stack=make_stack(policy=config.train.remat, loop=loop),
+        runner=make_runner(config, mesh, vocab_size),
     )
     return Program(
         create=model_creator(config, vocab_size),
@@ -179,6 +181,27 @@ def make_program(
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
     )
+
+
+def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -> Runner:
+    """How a step's microbatches go through the layers on a mesh."""
+    train, model, stages = config.train, config.model, mesh.shape["pipeline"]
+
+    def loop(layers: int) -> str:
+        return choose_loop(model.layer_loop, layers, mesh_platform(mesh))
+
+    if stages == 1:
+        stack = make_stack(policy=train.remat, loop=loop(model.num_layers))
+        return Accumulation(stack, train.microbatches)
+    schedule, layout = make_stages(
+        config.pipeline,
+        model,
+        stages=stages,
+        microbatches=train.microbatches,
+        length=config.data.sequence_length,
+        vocab_size=vocab_size,
+    )
+    return Pipeline(schedule, layout, train.remat, loop(layout.num_slots))
 
 
 def model_creator(config: RunConfig, vocab_size: int) -> Create:
@@ -202,11 +225,17 @@ def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) ->
     model = config.model
     trained = config.data.sequence_length
     windows = {"learned": model.max_length or trained, "alibi": None}
+    # Also on CPU a scan: for one token it is faster, and soon compiled.
+    mesh, stack = program.layout.mesh, make_stack()
+    if mesh.shape["pipeline"] > 1:
+        assert isinstance(mesh, Mesh)
+        stack = make_streamed_stack(program.order, mesh)
     return Generator(
         config=model,
         graph=program.graph,
         placement=program.placement,
         tokenizer=tokenizer,
+        stack=stack,
         window=windows.get(model.position, trained),
     )
 

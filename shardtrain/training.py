@@ -100,7 +100,7 @@ class _Training:
         """What runs where, as a title and rows."""
         run, config, bytes_ = self.run, self.run.config, self.run.report
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
-        count = sum(leaf.size for leaf in jax.tree.leaves(run.program.shapes.params))
+        count = sum(leaf.size for leaf in jax.tree.leaves(run.program.abstract_saved.params))
         data = config.data
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
@@ -127,7 +127,7 @@ class _Training:
         """Takes away what a killed save has left; refuses a disk that is too small."""
         for path in self.checkpoints.clean():
             screen.say(f"deleted what an interrupted save has left: {path}")
-        self.checkpoints.preflight(tree_bytes(self.run.program.shapes))
+        self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
         self.directory.write_resolved(to_toml(self.run.config))
 
     # -- from the first update to the last
@@ -184,8 +184,9 @@ class _Training:
         return any(e["event"] == "eval" and e["step"] == step for e in events)
 
     def _restore(self, step: int) -> TrainState:
-        state: TrainState = self.checkpoints.restore(step, self.run.program.abstract_state)
-        return state
+        program = self.run.program
+        saved: TrainState = self.checkpoints.restore(step, program.abstract_saved)
+        return program.from_saved(saved)
 
     def _loop(
         self, step: CompiledStep, state: TrainState, observer: Observer, interrupt: Interrupt
@@ -231,7 +232,7 @@ class _Training:
         """Begins to save; what was told of the steps before is on the disk first."""
         observer.flush()
         metadata = {"config": self.run.config.model_dump(), "tokens": self.run.info.digest}
-        self.checkpoints.save(step, state, metadata)
+        self.checkpoints.save(step, self.run.program.to_saved(state), metadata)
 
     def _tell_saved(self, observer: Observer) -> None:
         """Tells which saves are complete; raises when one has failed."""

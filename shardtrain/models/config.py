@@ -8,6 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+GATED = ("swiglu", "geglu")
+"""Activations whose MLP has two halves, one of which gates the other."""
+
 
 class TransformerConfig(BaseModel):
     """A decoder-only transformer: GPT, Llama and BLOOM are choices of these keys."""

@@ -1,16 +1,32 @@
 """How many FLOPs a token costs a transformer: counted from its config, as the model is built."""
 
-from shardtrain.models.config import TransformerConfig
-from shardtrain.models.transformer import GATED
+from shardtrain.models.config import GATED, TransformerConfig
 
 
 def matrix_parameters(config: TransformerConfig, vocab_size: int) -> int:
     """Parameters that multiply every token: the stack's matrices and the head, tied or not."""
+    return config.num_layers * layer_parameters(config) + vocab_size * config.embed_dim
+
+
+def layer_parameters(config: TransformerConfig) -> int:
+    """Parameters of one layer's matrices."""
     embed, size = config.embed_dim, config.head_size
     qkv = embed * (config.num_heads + 2 * config.kv_heads) * size
     out = config.num_heads * size * embed
     mlp = (3 if config.activation in GATED else 2) * embed * config.mlp_size
-    return config.num_layers * (qkv + out + mlp) + vocab_size * embed
+    return qkv + out + mlp
+
+
+def head_in_layers(config: TransformerConfig, vocab_size: int, length: int) -> float:
+    """The FLOPs of the head as so many layers'.
+
+    Args:
+        config: the model.
+        vocab_size: tokens that are predicted.
+        length: tokens of a sequence, which attention's products depend on.
+    """
+    attention = 2 * config.num_heads * config.head_size * length
+    return vocab_size * config.embed_dim / (layer_parameters(config) + attention)
 
 
 def training_flops_per_token(

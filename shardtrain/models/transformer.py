@@ -6,6 +6,7 @@ mesh, and neither the loss nor how its layers are run one after another.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from shardtrain.models.config import TransformerConfig
+from shardtrain.models.config import GATED, TransformerConfig
 from shardtrain.ops.activation import gelu_tanh
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
@@ -39,7 +40,6 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
 }
-GATED = ("swiglu", "geglu")
 
 
 class Attend(Protocol):
@@ -59,6 +59,11 @@ class Attend(Protocol):
         ...
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "segments", "keys"],
+    meta_fields=["attend"],
+)
 @dataclass(frozen=True)
 class Context:
     """What every block of one forward pass reads besides the residual stream."""
@@ -265,10 +270,10 @@ class Transformer(nnx.Module):
         return Context(positions, batch.get("segments"), keys)
 
     def embed(
-        self, tokens: Int[Array, "batch length"], context: Context
+        self, batch: Mapping[str, jax.Array], context: Context
     ) -> Float[Array, "batch residual_length embed"]:
-        """The residual stream before the first layer."""
-        x = embedding(self.embedding[...], tokens)
+        """The residual stream before the first layer, from the batch's `tokens`."""
+        x = embedding(self.embedding[...], batch["tokens"])
         if self.positions is not None:
             x = x + embedding(self.positions[...], context.positions, axis="position")
         if self.embed_norm is not None:
@@ -296,7 +301,7 @@ class Transformer(nnx.Module):
             stack: how the layers are run.
         """
         context = self.context(batch, key)
-        x = self.embed(batch["tokens"], context)
+        x = self.embed(batch, context)
         x = stack(self.layers, lambda layer, index, x: layer(x, index, context), x)
         return self.logits(x)
 

@@ -65,14 +65,14 @@ Saved = tuple[jax.Array, jax.Array, jax.Array]
 
 def _forward(static: Static, logits: jax.Array, targets: jax.Array) -> tuple[Pair, Saved]:
     active = static.active
-    if active is None or active.mesh.size == 1:
+    if active is None or active.alone:
         nll, log_z, saved, sums = _local_loss(static, (), logits, targets)
     else:
         rows = active.spec("batch", "length")
         whole = active.spec("batch", "length", "vocab")
         nll, log_z, saved, sums = jax.shard_map(
             partial(_local_loss, static, active.axes("vocab")),
-            mesh=active.mesh,
+            mesh=active.context_mesh,
             axis_names=active.free,
             in_specs=(whole, rows),
             out_specs=(rows, rows, whole, rows),
@@ -83,13 +83,13 @@ def _forward(static: Static, logits: jax.Array, targets: jax.Array) -> tuple[Pai
 
 def _backward(static: Static, saved: Saved, g: Pair) -> tuple[jax.Array, None]:
     active = static.active
-    if active is None or active.mesh.size == 1:
+    if active is None or active.alone:
         return _local_gradient(static, (), *saved, *g), None
     rows = active.spec("batch", "length")
     whole = active.spec("batch", "length", "vocab")
     gradient = jax.shard_map(
         partial(_local_gradient, static, active.axes("vocab")),
-        mesh=active.mesh,
+        mesh=active.context_mesh,
         axis_names=active.free,
         in_specs=(whole, rows, rows, rows, rows),
         out_specs=whole,

@@ -40,7 +40,7 @@ def phrasing() -> Phrasing:
     if active is None:
         return Phrasing(flatten=cpu, canonical=cpu)
     length = active.is_sharded("length") or active.is_sharded("residual_length")
-    return Phrasing(flatten=cpu and not length, canonical=cpu and active.mesh.size == 1)
+    return Phrasing(flatten=cpu and not length, canonical=cpu and active.alone)
 
 
 def dense(

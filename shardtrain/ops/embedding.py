@@ -50,8 +50,8 @@ class Static(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether there is but one device."""
-        return self.active is None or self.active.mesh.size == 1
+        """Whether one device holds the table and all tokens."""
+        return self.active is None or self.active.alone
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,7 +74,7 @@ def _embedding(static: Static, table: jax.Array, tokens: jax.Array) -> jax.Array
 
     out: jax.Array = jax.shard_map(
         look_up,
-        mesh=active.mesh,
+        mesh=active.context_mesh,
         axis_names=active.free,
         in_specs=(active.spec(static.axis, None), active.spec("batch", "length")),
         out_specs=active.spec("batch", "residual_length" if scatter else "length", None),
@@ -96,7 +96,7 @@ def _backward(static: Static, tokens: jax.Array, g: jax.Array) -> tuple[jax.Arra
     shards = (*active.axes("batch"), *active.axes("length"))
     parts = jax.shard_map(
         lambda g, tokens: _add_up(g, tokens, num, split)[None],
-        mesh=active.mesh,
+        mesh=active.context_mesh,
         axis_names=active.free,
         in_specs=(active.spec("batch", "length", None), active.spec("batch", "length")),
         out_specs=PartitionSpec(shards or None, *active.spec(static.axis, None)),

@@ -149,7 +149,7 @@ def layout_faults(
         else None,
         _divides(split("mlp", tensor), "model.mlp_dim", model.mlp_size),
         _vocabulary(model, split("vocab", tensor), vocab_size),
-        _divides(split("layers", ("pipeline",)), "model.num_layers", model.num_layers),
+        _layers(sharding, degrees),
         _sequence(split("length", ("context",)), data.sequence_length),
         _sequence(split("residual_length", length), data.sequence_length),
         _batch(data.batch_size, split("batch", ("replica", "data")), microbatches),
@@ -198,6 +198,22 @@ def _vocabulary(
         f"the vocabulary's {rows} rows are not divisible by {degree}; set model.vocab_multiple = "
         f"{whole} (pads to {-(-size // whole) * whole}), or use {listed(divisors(rows, degree))}",
         where=_written(split),
+    )
+
+
+def _layers(sharding: ShardingConfig, degrees: Degrees) -> ConfigError | None:
+    """The stack; only stages share its layers, and they need not divide."""
+    if "layers" not in sharding.rules:
+        return None
+    axes = sharding.rules["layers"]
+    stages = degrees.get("pipeline", 1) > 1
+    if axes in ("pipeline", ["pipeline"]) or (not axes and not stages):
+        return None
+    return ConfigError(
+        "layers are shared out among the stages of a pipeline, and over nothing else",
+        where="sharding.rules.layers",
+        value=str(axes),
+        cure="leave this rule out",
     )
 
 

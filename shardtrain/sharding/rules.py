@@ -128,6 +128,16 @@ class Active:
         return frozenset(self.mesh.axis_names) - self.manual
 
     @property
+    def alone(self) -> bool:
+        """Whether one device holds all that the traced code sees: nothing is left to split over."""
+        return all(self.mesh.shape[axis] == 1 for axis in self.free)
+
+    @property
+    def context_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh to name inside the traced code: within a `shard_map` it is the tracer's own."""
+        return jax.sharding.get_abstract_mesh() if self.manual else self.mesh
+
+    @property
     def platform(self) -> str:
         """The platform of the devices: "cpu", "gpu", "tpu"."""
         return mesh_platform(self.mesh)
@@ -158,6 +168,15 @@ def mapped_over(*mesh_axes: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def manual_over(*mesh_axes: str) -> Iterator[None]:
+    """For code traced inside a `shard_map` over mesh axes; needs rules in force."""
+    active = _ACTIVE.get()
+    assert active is not None
+    with _in_force(replace(active, manual=active.manual | frozenset(mesh_axes))):
+        yield
+
+
+@contextlib.contextmanager
 def _in_force(active: Active) -> Iterator[Active]:
     token = _ACTIVE.set(active)
     try:
@@ -177,9 +196,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if active is None:
         return x
     assert x.ndim == len(names), (x.shape, names)
-    if isinstance(active.mesh, AbstractMesh) or active.mesh.size == 1:
+    if isinstance(active.mesh, AbstractMesh) or active.alone:
         return x
     placed: jax.Array = jax.lax.with_sharding_constraint(
-        x, NamedSharding(active.mesh, active.spec(*names))
+        x, NamedSharding(active.context_mesh, active.spec(*names))
     )
     return placed

@@ -6,6 +6,7 @@ each microbatch's gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepS
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,48 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
+from shardtrain.strategies.order import LayerOrder
+from shardtrain.strategies.parts import Gradients, Parts, Sums
+from shardtrain.strategies.stack import Stack
 
 PyTree = Any
 LossFn = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
 """(params, microbatch, shared) -> (loss, sums): the microbatch's part of both."""
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """Runs a batch's microbatches one after another, each through all layers (a `Runner`)."""
+
+    stack: Stack
+    """How the layers are run."""
+    microbatches: int = 1
+    """Parts of a step's batch."""
+    order: LayerOrder = LayerOrder()  # noqa: RUF009  # frozen
+    """As the model is."""
+
+    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+        """The gradient function of a whole step; see `Runner`."""
+
+        def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
+            totals, key = shared
+            sums = parts.sums(params, batch, key, self.stack)
+            value = parts.value(sums, totals)
+            return value, {**sums, "loss": value}
+
+        return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+
+    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
+        """Sums over all microbatches; see `Runner`."""
+        del placement
+
+        def sums(params: PyTree, batch: PyTree) -> Sums:
+            def part(_: None, batch: PyTree) -> tuple[None, Sums]:
+                return None, parts.sums(params, batch, None, self.stack)
+
+            return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
+
+        return sums
 
 
 def make_gradients(

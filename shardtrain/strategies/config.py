@@ -1,4 +1,4 @@
-"""The `[train]` section: how the step is computed.
+"""The sections `[train]` and `[pipeline]`: how the step is computed.
 
 Owns: the keys, their types and their defaults. Does not own: the wrappers they choose.
 """
@@ -41,3 +41,27 @@ class TrainConfig(BaseModel):
             kept = ", ".join(SAVEABLE)
             raise ValueError(f'must be "none", "full", "dots", or names among {kept}')
         return ",".join(names)
+
+
+class PipelineConfig(BaseModel):
+    """How stages share the layers and the microbatches; their number is `mesh.pipeline`."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    schedule: str = "1f1b"
+    """When each stage does what: "gpipe", "1f1b", "interleaved" or "zero_bubble"; see
+    `shardtrain schedule`."""
+    virtual_stages: int = Field(1, ge=1)
+    """Parts of the model that each stage holds; more than 1 with "interleaved" or a table."""
+    layout: str = ""
+    """Layers of each part in model order, such as "E,4,4,4,3H": E is the embedding, H the head.
+    Empty = as even as can be, the head's cost counted in."""
+    table: str = ""
+    """A CSV file with a table of your own, in place of `schedule`; `shardtrain schedule --out`
+    writes one to start from."""

@@ -5,7 +5,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
+from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.remat import Block, remat
 
 PyTree = Any
@@ -51,6 +53,51 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
         for index, layer in enumerate(unstack(params)):
             x = body(x, layer, jnp.uint32(index))
         return x
+
+    return run
+
+
+def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
+    """The stack of a pipeline for whoever has no use for one, such as a text that is generated.
+
+    One layer at a time comes to all stages from the one that holds it, so no device ever holds more
+    than one layer besides its own.
+
+    Args:
+        order: where each layer rests.
+        mesh: the devices.
+    """
+    places = jnp.asarray(order.places, jnp.int32)
+
+    def own(stacked: PyTree, place: jax.Array) -> PyTree:
+        here = jax.tree.leaves(stacked)[0].shape[0]
+        is_mine = place // here == jax.lax.axis_index("pipeline")
+
+        def send(leaf: jax.Array) -> jax.Array:
+            mine = jax.lax.dynamic_index_in_dim(leaf, place % here, keepdims=False)
+            sent: jax.Array = jax.lax.psum(jnp.where(is_mine, mine, 0), "pipeline")
+            return sent
+
+        return jax.tree.map(send, stacked)
+
+    fetch = jax.shard_map(
+        own,
+        mesh=mesh,
+        axis_names={"pipeline"},
+        in_specs=(PartitionSpec("pipeline"), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+    def run(layers: nnx.Module, block: Block, x: PyTree) -> Any:
+        graph, state = nnx.split(layers)
+        params = nnx.to_pure_dict(state)
+
+        def body(x: PyTree, row: tuple[jax.Array, jax.Array]) -> tuple[PyTree, None]:
+            index, place = row
+            return block(nnx.merge(graph, fetch(params, place)), index, x), None
+
+        return jax.lax.scan(body, x, (jnp.arange(len(places), dtype=jnp.uint32), places))[0]
 
     return run
 

@@ -47,6 +47,25 @@ class Task(Protocol):
         ...
 
 
+class LayeredTask(Task, Protocol):
+    """A workload whose model is a stack of equal layers between two ends, so that it can be cut.
+
+    Such a model has `context(batch, key)`, what every layer reads besides its input: a tree of
+    arrays; `embed(batch, context)`, the first layer's input; and `layers`, each of which is called
+    as `layer(x, index, context)`.
+    """
+
+    def head(self, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+        """The sum of each term, from the last layer's output.
+
+        Args:
+            model: the module, with its parameters.
+            x: the residual stream [batch, residual_length, embed].
+            batch: arrays [batch, ...].
+        """
+        ...
+
+
 def weighted_loss(
     task: Task, sums: Mapping[str, jax.Array], totals: Mapping[str, jax.Array]
 ) -> jax.Array:

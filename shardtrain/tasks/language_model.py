@@ -40,7 +40,13 @@ class LanguageModel:
         self, model: Any, batch: Batch, key: jax.Array | None, stack: Stack
     ) -> dict[str, jax.Array]:
         """Sums over the targets of a part of the batch."""
-        logits = model(batch, key, stack)
+        return self._sums(model(batch, key, stack), batch)
+
+    def head(self, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+        """The same sums, from the last layer's output."""
+        return self._sums(model.logits(x), batch)
+
+    def _sums(self, logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         nll, log_z = cross_entropy(logits, batch["targets"], vocab_size=self.vocab_size)
         weights = batch["weights"].astype(nll.dtype)
         sums = {"nll": jnp.sum(nll * weights)}

@@ -8,7 +8,7 @@ config.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,16 +18,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
+from shardtrain.strategies.order import LayerOrder, map_stacked, model_order_sharding
+from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
-from shardtrain.strategies.stack import Stack
 from shardtrain.tasks.base import Batch, Task
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
     Metrics,
     make_evaluation,
     make_gradient_fn,
+    make_parts,
     make_step,
 )
 
@@ -43,8 +45,12 @@ class Layout:
     mesh: Mesh | AbstractMesh
     compute: Table
     zero: int
-    microbatches: int
-    stack: Stack
+    runner: Runner
+
+    @property
+    def microbatches(self) -> int:
+        """Parts of a step's batch."""
+        return self.runner.microbatches
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +84,20 @@ class Program:
     def placement(self) -> Placement:
         """Where parameters, gradients and optimizer state rest."""
         state = self._abstract[1]
-        names = [
+        flat = [
             (path, variable.get_metadata().get("out_sharding") or (None,) * variable.ndim)
             for path, variable in nnx.to_flat_state(state)
         ]
+        names = nnx.to_pure_dict(nnx.from_flat_state(flat))
         layout = self.layout
+        stacked = partial(jax.eval_shape, self.order.stack)
         return Placement(
             mesh=layout.mesh,
             compute=layout.compute,
             stored=stored_table(layout.compute),
             zero=layout.zero,
-            names=nnx.to_pure_dict(nnx.from_flat_state(names)),
-            shapes=nnx.to_pure_dict(state),
+            names=names,
+            shapes=map_stacked(stacked, nnx.to_pure_dict(state), names),
         )
 
     @cached_property
@@ -140,6 +148,7 @@ class Program:
         key = jax.random.key(self.seed)
         model = self._model(jax.random.fold_in(key, 0))
         master = nnx.to_pure_dict(nnx.split(model)[1])
+        master = self._in_stack_order(master)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
@@ -155,16 +164,16 @@ class Program:
         return init
 
     @cached_property
+    def parts(self) -> Parts:
+        """The loss as functions of plain trees."""
+        return make_parts(self.task, self.graph, nnx.to_pure_dict(self._abstract[1]))
+
+    @cached_property
     def _step(self) -> Callable[..., Any]:
-        gradients = make_gradient_fn(
-            self.task,
-            self.graph,
-            self.layout.stack,
-            self.placement,
-            self.policy,
-            microbatches=self.layout.microbatches,
-        )
-        return make_step(gradients, self.optimizer)
+        runner = self.layout.runner
+        gradients = runner.gradients(self.parts, self.placement, self.policy.accumulate)
+        whole = make_gradient_fn(self.task, gradients, self.placement)
+        return make_step(whole, self.optimizer)
 
     @cached_property
     def step(self) -> Any:
@@ -185,26 +194,76 @@ class Program:
 
     @cached_property
     def update_with(self) -> Callable[[TrainState, PyTree], PyTree]:
-        """(state, gradients) -> the parameters after that update; for comparisons."""
+        """(state, gradients in model order) -> the parameters after that update; to compare."""
 
         def update(state: TrainState, grads: PyTree) -> PyTree:
+            grads = constrain_tree(self._in_stack_order(grads), self.placement.optimizer)
             return self.optimizer.update(grads, state.opt_state, state.params, state.step + 1)[0]
 
         compiled: Callable[[TrainState, PyTree], PyTree] = jax.jit(
-            update,
-            in_shardings=(self.shardings, self.placement.optimizer),
-            out_shardings=self.placement.params,
+            update, in_shardings=(self.shardings, None), out_shardings=self.placement.params
         )
         return compiled
 
     @cached_property
     def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
         """(params, batch) -> (sums, weights) of each term, without dropout."""
-        function = make_evaluation(self.task, self.graph, self.layout.stack, self.placement)
+        evaluation = self.layout.runner.evaluation(self.parts, self.placement)
+        function = make_evaluation(self.task, evaluation, self.placement)
         evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(
             function, out_shardings=self.placement.whole
         )
         return evaluate
+
+    # -- model order, in which states are saved and compared
+
+    @property
+    def order(self) -> LayerOrder:
+        """Where each layer rests in the stack."""
+        return self.layout.runner.order
+
+    def in_model_order(self, tree: PyTree) -> PyTree:
+        """Parameters, gradients or a whole state with the layers as the model has them."""
+        return map_stacked(self.order.unstack, tree, self.placement.names)
+
+    def _in_stack_order(self, tree: PyTree) -> PyTree:
+        return map_stacked(self.order.stack, tree, self.placement.names)
+
+    @cached_property
+    def abstract_saved(self) -> TrainState:
+        """Shapes and shardings of the state as it is saved: in model order."""
+        shapes = jax.eval_shape(self.in_model_order, self.shapes)
+
+        def where(saved: Any, leaf: Any) -> Any:
+            there = leaf.sharding
+            if saved.shape != leaf.shape:
+                there = model_order_sharding(there, saved.shape)
+            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=there)
+
+        state: TrainState = jax.tree.map(where, shapes, self.abstract_state)
+        return state
+
+    @cached_property
+    def to_saved(self) -> Callable[[TrainState], TrainState]:
+        """The state as it is saved; the state itself where its layers are in model order."""
+        if self.order.is_model_order:
+            return lambda state: state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
+        function: Callable[[TrainState], TrainState] = jax.jit(
+            self.in_model_order, out_shardings=shardings
+        )
+        return function
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """The state of one that was saved, whose memory is given up; it may lack `opt_state`."""
+        if self.order.is_model_order:
+            return state
+        shardings = self.shardings if state.opt_state else self.shardings.replace(opt_state=())
+        # Padding makes other shapes, whose memory cannot be used again.
+        donated = None if self.order.is_padded else 0
+        put = jax.jit(self._in_stack_order, donate_argnums=donated, out_shardings=shardings)
+        placed: TrainState = put(state)
+        return placed
 
     def compile_step(self, batch: Mapping[str, Any]) -> Any:
         """Compiles the step for batches of these shapes, ahead of the first call."""

@@ -28,7 +28,7 @@ from shardtrain.ops.cached_attention import cached_attention
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import Active, constrain, use_rules
-from shardtrain.strategies.stack import make_stack
+from shardtrain.strategies.stack import Stack
 
 PyTree = Any
 PIECE = 256
@@ -49,7 +49,7 @@ class Cache:
         """The cache with rows from `first` on written in one layer."""
         zero = jnp.int32(0)
         at = (layer.astype(jnp.int32), zero, first, zero, zero)
-        names = ("layers", "batch", None, "kv_heads", "head_dim")
+        names = (None, "batch", None, "kv_heads", "head_dim")
         keys, values = (
             constrain(jax.lax.dynamic_update_slice(old, new[None], at), *names)
             for old, new in ((self.keys, k), (self.values, v))
@@ -106,6 +106,8 @@ class Generator:
     """Where the parameters rest."""
     tokenizer: Tokenizer
     """Text to tokens and back; only its tokens are drawn."""
+    stack: Stack
+    """How its layers run."""
     window: int | None
     """Positions that the model can tell apart; None: as many as wanted."""
 
@@ -233,7 +235,8 @@ class Generator:
 
     @property
     def _cache_sharding(self) -> NamedSharding:
-        spec = self._active.spec("layers", "batch", None, "kv_heads", "head_dim")
+        # Every layer's on all stages: the layers come to one text, not the text to them.
+        spec = self._active.spec(None, "batch", None, "kv_heads", "head_dim")
         return NamedSharding(self._active.mesh, spec)
 
     @cached_property
@@ -258,7 +261,6 @@ class Generator:
         model: Transformer = nnx.merge(self.graph, params)
         steps = jnp.minimum(jnp.arange(tokens.shape[1], dtype=jnp.int32), last)
         batch = {"tokens": tokens, "positions": (first + steps)[None]}
-        stack = make_stack()  # also on CPU: for one token a scan is faster, and soon compiled
         with use_rules(self._active.table, self._active.mesh):
             context = model.context(batch, None)
 
@@ -268,7 +270,7 @@ class Generator:
                 x = layer(x, index, replace(context, attend=remember))
                 return x, remember.cache
 
-            x, cache = stack(model.layers, block, (model.embed(tokens, context), cache))
+            x, cache = self.stack(model.layers, block, (model.embed(batch, context), cache))
             scores = model.logits(jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1))
             return cache, constrain(scores, "batch", "length", None)[0, 0]
 

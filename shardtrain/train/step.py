@@ -1,7 +1,7 @@
 """The train step: one pure function, with no branch on any feature."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -9,10 +9,9 @@ from flax import nnx
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import use_rules
-from shardtrain.strategies.accumulate import make_gradients
-from shardtrain.strategies.precision import Policy
+from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
 from shardtrain.strategies.stack import Stack
-from shardtrain.tasks.base import Batch, Task, mean, weighted_loss
+from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
 from shardtrain.train.state import TrainState
 
 PyTree = Any
@@ -21,44 +20,59 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
 GradientFn = Callable[[PyTree, Batch, jax.Array], tuple[Metrics, PyTree]]
 
 
-def make_gradient_fn(
-    task: Task,
-    graph: nnx.GraphDef[Any],
-    stack: Stack,
-    placement: Placement,
-    policy: Policy,
-    *,
-    microbatches: int,
-) -> GradientFn:
-    """The gradient of a whole step: (params, batch, key) -> (metrics, gradients).
+def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
+    """A task's loss as functions of plain trees of parameters.
 
     Args:
         task: terms and weights.
         graph: the model without its parameters.
-        stack: how its layers are run.
-        placement: where everything rests.
-        policy: dtypes.
-        microbatches: the leading dim of the batch.
+        params: their shapes.
     """
 
-    def loss(params: PyTree, batch: Batch, shared: PyTree) -> tuple[jax.Array, Metrics]:
-        totals, key = shared
-        sums = task.terms(nnx.merge(graph, params), batch, key, stack)
-        value = weighted_loss(task, sums, totals)
-        return value, {**sums, "loss": value}
+    def sums(params: PyTree, batch: Batch, key: jax.Array | None, stack: Stack) -> Metrics:
+        return task.terms(nnx.merge(graph, params), batch, key, stack)
 
-    accumulated = make_gradients(
-        loss, placement, microbatches=microbatches, dtype=policy.accumulate
+    def value(sums: Metrics, totals: PyTree) -> jax.Array:
+        return weighted_loss(task, sums, totals)
+
+    return Parts(sums, value, _cut(task, graph, params))
+
+
+def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
+    """The same loss cut at the layers of its model, if that has equal ones."""
+    if not hasattr(task, "head") or LAYERS not in params:
+        return None
+    layered = cast(LayeredTask, task)
+    layer_graph = nnx.split(nnx.merge(graph, params).layers)[0]
+
+    def model(params: PyTree) -> Any:
+        return nnx.merge(graph, params)
+
+    return Cut(
+        context=lambda params, batch, key: model(params).context(batch, key),
+        embed=lambda params, batch, context: model(params).embed(batch, context),
+        layer=lambda params, index, x, context: nnx.merge(layer_graph, params)(x, index, context),
+        head=lambda params, x, batch: layered.head(model(params), x, batch),
     )
 
-    def gradients(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Metrics, PyTree]:
+
+def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> GradientFn:
+    """The gradient of a whole step: (params, batch, key) -> (metrics, gradients).
+
+    Args:
+        task: terms and weights.
+        gradients: from a `Runner`.
+        placement: where everything rests.
+    """
+
+    def whole(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = accumulated(params, batch, (totals, key))
+            sums, grads = gradients(params, batch, (totals, key))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
         return {"loss": sums["loss"], **means}, grads
 
-    return gradients
+    return whole
 
 
 def make_step(gradients: GradientFn, optimizer: Optimizer) -> Step:
@@ -82,18 +96,19 @@ def make_step(gradients: GradientFn, optimizer: Optimizer) -> Step:
 
 
 def make_evaluation(
-    task: Task, graph: nnx.GraphDef[Any], stack: Stack, placement: Placement
+    task: Task, evaluation: Callable[[PyTree, Batch], Metrics], placement: Placement
 ) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
-    """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts."""
+    """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
+
+    Args:
+        task: terms and weights.
+        evaluation: from a `Runner`.
+        placement: where everything rests.
+    """
 
     def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
-        model = nnx.merge(graph, params)
-
-        def part(_: None, batch: Batch) -> tuple[None, Metrics]:
-            return None, task.terms(model, batch, None, stack)
-
         with use_rules(placement.compute, placement.mesh):
-            sums = jax.lax.scan(part, None, batch)[1]
-        return jax.tree.map(lambda s: s.sum(0), sums), task.totals(batch)
+            sums = evaluation(params, batch)
+        return sums, task.totals(batch)
 
     return evaluate

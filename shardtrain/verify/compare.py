@@ -34,6 +34,14 @@ class Subject:
     program: Program
     batch_at: Callable[[int], Batch]
 
+    def in_model_order(self, tree: PyTree) -> PyTree:
+        """Parameters or gradients on the host, with the layers as the model has them."""
+        return self.program.in_model_order(jax.device_get(tree))
+
+    def take(self, state: TrainState, of: "Subject") -> TrainState:
+        """Another subject's state, put where this one keeps it."""
+        return transfer(of.program.to_saved(state), self.program)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -78,26 +86,29 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
     """
     free = bound <= BOUNDS["float64"]
     truth = reference.program.init()
-    state = transfer(truth, subject.program)
+    state = subject.take(truth, reference)
     loss, gradients, parameters = 0.0, {}, {}  # type: ignore[var-annotated]
     for cursor in range(steps):
         if not free:
-            state = transfer(truth, subject.program)
+            state = subject.take(truth, reference)
         wanted, metrics, right = reference.program.step_with_gradients(
             truth, reference.batch_at(cursor)
         )
         new, found, grads = subject.program.step_with_gradients(state, subject.batch_at(cursor))
-        right, grads = jax.device_get(right), jax.device_get(grads)
+        right = reference.in_model_order(right)
         params = new.params if free else subject.program.update_with(state, right)
         loss = _worse(loss, relative(found["loss"], metrics["loss"]))
-        _merge(gradients, differences(grads, right))
-        _merge(parameters, differences(params, wanted.params))
+        _merge(gradients, differences(subject.in_model_order(grads), right))
+        _merge(
+            parameters,
+            differences(subject.in_model_order(params), reference.in_model_order(wanted.params)),
+        )
         truth, state = wanted, new
     return Comparison(steps, bound, loss, gradients, parameters)
 
 
 def transfer(state: TrainState, program: Program) -> TrainState:
-    """A state put where a program keeps it, bit for bit."""
+    """A state in model order put where a program keeps it, bit for bit."""
 
     def move(leaf: jax.Array, sharding: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -105,8 +116,8 @@ def transfer(state: TrainState, program: Program) -> TrainState:
             return jax.device_put(jax.random.wrap_key_data(bits), sharding)
         return jax.device_put(np.asarray(leaf), sharding)
 
-    moved: TrainState = jax.tree.map(move, state, program.shardings)
-    return moved
+    saved = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_saved)
+    return program.from_saved(jax.tree.map(move, state, saved))
 
 
 def differences(found: PyTree, wanted: PyTree) -> dict[str, float]:

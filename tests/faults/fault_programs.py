@@ -18,6 +18,7 @@ from shardtrain.run import make_program
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.precision import cast, policy
+from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.stack import make_stack
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.tasks.language_model import LanguageModel
@@ -191,8 +192,7 @@ def stub(
             mesh=make_mesh(**sizes, devices=devices),
             compute=compute_table(),
             zero=zero,
-            microbatches=microbatches,
-            stack=make_stack(),
+            runner=Accumulation(make_stack(), microbatches),
         ),
         policy=policy(precision),
         make_transform=lambda names: make_transform(section, names),

@@ -64,7 +64,8 @@ def losses(request, style) -> Losses:
         def total(params: Any, weights: jax.Array) -> jax.Array:
             with use_rules(of.placement.compute, of.placement.mesh):
                 model = nnx.merge(of.graph, params)
-                parts = of.task.terms(model, {**batch, "weights": weights}, None, of.layout.stack)
+                stack = of.layout.runner.stack
+                parts = of.task.terms(model, {**batch, "weights": weights}, None, stack)
             return parts["nll"]
 
         # the sum is linear in the weights, so its slope by a weight is that target's loss

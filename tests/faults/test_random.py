@@ -32,7 +32,7 @@ def model_masks(layout: dict[str, Any], step: int) -> np.ndarray:
     def forward(params: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
         masks.clear()
         with use_rules(of.placement.compute, of.placement.mesh):
-            nnx.merge(of.graph, params)(batch, key, of.layout.stack)
+            nnx.merge(of.graph, params)(batch, key, of.layout.runner.stack)
         return masks
 
     # all rows hold the same tokens, so only the masks can tell them apart
@@ -116,7 +116,7 @@ def test_o07_masks_do_not_depend_on_how_layers_are_run() -> None:
         def loss(params: Any, batch: Any, of: Any = of) -> jax.Array:
             with use_rules(of.placement.compute, of.placement.mesh):
                 model = nnx.merge(of.graph, params)
-                return of.task.terms(model, batch, jax.random.key(7), of.layout.stack)["nll"]
+                return of.task.terms(model, batch, jax.random.key(7), of.layout.runner.stack)["nll"]
 
         part = {name: x[0] for name, x in put(of, text()).items()}
         losses.append(float(jax.jit(loss)(initial(DROPOUT), part)))

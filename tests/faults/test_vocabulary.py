@@ -141,7 +141,8 @@ def test_o18_the_padding_has_no_probability() -> None:
     def losses(params, batch, weights):
         def loss(weights):
             model = nnx.merge(of.graph, params)
-            return of.task.terms(model, batch | {"weights": weights}, None, of.layout.stack)["nll"]
+            stack = of.layout.runner.stack
+            return of.task.terms(model, batch | {"weights": weights}, None, stack)["nll"]
 
         return jax.grad(loss)(weights)
 

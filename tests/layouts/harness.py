@@ -35,6 +35,13 @@ MESHES = {
     "4x2": {"data": 4, "tensor": 2},
     "2x4": {"data": 2, "tensor": 4},
     "2x2x2": {"replica": 2, "data": 2, "tensor": 2},
+    "pp2": {"pipeline": 2},
+    "pp4": {"pipeline": 4},
+    "pp2 tp2": {"pipeline": 2, "tensor": 2},
+    "pp2 dp2": {"pipeline": 2, "data": 2},
+    "pp2 dp2 tp2": {"pipeline": 2, "data": 2, "tensor": 2},
+    "pp2 r2 dp2": {"pipeline": 2, "replica": 2, "data": 2},
+    "pp4 dp2": {"pipeline": 4, "data": 2},
 }
 
 
@@ -54,6 +61,10 @@ class Case:
     loop: str = "scan"
     optimizer: str = "adamw"
     precision: str = "float64"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stages: str = ""
+    num_layers: int = 2
 
     def __str__(self) -> str:
         default = Case()
@@ -74,13 +85,16 @@ class Case:
             microbatches=1,
             remat="none",
             loop="scan",
+            schedule="1f1b",
+            virtual_stages=1,
+            stages="",
         )
 
     def sections(self) -> dict[str, Any]:
         """The case as a config."""
-        model = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "vocab_size": VOCAB}
+        model = {"num_layers": self.num_layers, "embed_dim": 16, "num_heads": 4, "vocab_size": VOCAB}
         model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": self.loop}
-        degrees = dict.fromkeys(("replica", "data", "tensor"), 1) | MESHES[self.mesh]
+        degrees = dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1) | MESHES[self.mesh]
         return {
             "run": {"steps": 20, "seed": 3},
             "model": model | STYLES[self.style],
@@ -91,6 +105,11 @@ class Case:
                 "microbatches": self.microbatches,
                 "remat": self.remat,
                 "precision": self.precision,
+            },
+            "pipeline": {
+                "schedule": self.schedule,
+                "virtual_stages": self.virtual_stages,
+                "layout": self.stages,
             },
             "optimizer": {
                 "name": self.optimizer,

@@ -11,7 +11,7 @@ part v * num_stages + s of the model, so that data always goes to a neighbour on
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -147,6 +147,17 @@ class Schedule:
         return {name: getattr(self.work, name) for name in of_work} | {
             c.name: getattr(self.slots, c.name) for c in fields(self.slots)
         }
+
+
+def without_backward(work: Work) -> Work:
+    """Return the forwards alone, without ticks in which no stage has one."""
+    busy = (work.forward_micro != NOTHING).any(axis=1)
+    columns = {}
+    for part in PARTS:
+        for name, column in zip((f"{part}_virtual", f"{part}_micro"), work.part(part), strict=True):
+            kept = column[busy]
+            columns[name] = kept if part == "forward" else np.full_like(kept, NOTHING)
+    return replace(work, **columns)
 
 
 def with_columns(schedule: Schedule, columns: Mapping[str, Array]) -> Schedule:

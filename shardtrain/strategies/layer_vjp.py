@@ -1,0 +1,158 @@
+"""One layer's forward and backward as two functions, with plain arrays kept between them.
+
+Owns: what is kept from one to the other, and what is found again instead. Does not own: where what
+is kept lies (`stage`), and what the remat policy of the layer is (`remat`).
+
+Weights, the layer's index and the context (positions, documents, keys) are there again when the
+backward comes, so they are never kept; nor is what is computed from weights alone, such as a cast
+or another shape: under every policy that is done again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.strategies import traced
+
+PyTree = Any
+Arrays = list[jax.Array]
+Layer = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
+"""(weights, index, x, context) -> y."""
+
+
+@dataclass(eq=False)
+class LayerVjp:
+    """A layer cut into forward, backward and, if asked for, the gradient of its matrices."""
+
+    layer: Layer
+    weights: PyTree
+    """Shapes of one layer's parameters."""
+    index: Any
+    """Shape of its index."""
+    x: Any
+    """Shape of its input and output."""
+    context: PyTree
+    """Shapes of what it reads besides."""
+    trains: bool = True
+    """Whether there is a backward at all; without, nothing is kept."""
+    split: bool = False
+    """Whether gradients of matrices are a function of their own, for later."""
+
+    kept: list[Any] = field(init=False, default_factory=list)
+    """Shapes of what a forward keeps for its backward."""
+    pending: list[Any] = field(init=False, default_factory=list)
+    """Shapes of what a backward leaves for `late_gradients`."""
+    early: list[int] = field(init=False)
+    """Leaves of `weights` whose gradients the backward makes."""
+    late: list[int] = field(init=False, default_factory=list)
+    """Those of `late_gradients`."""
+
+    def __post_init__(self) -> None:
+        """Traces the layer once, for shapes."""
+        self.early = list(range(len(jax.tree.leaves(self.weights))))
+        if self.trains:
+            self._find_kept()
+            if self.split:
+                self._cut()
+
+    # -- the functions
+
+    def forward(
+        self, weights: PyTree, index: jax.Array, x: jax.Array, context: PyTree
+    ) -> tuple[jax.Array, Arrays]:
+        """The layer's output, and what is kept for its backward."""
+        if not self.trains:
+            return self.layer(weights, index, x, context), []
+        y, leaves = self._pull(weights, index, x, context)
+        return y, [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
+
+    def backward(
+        self,
+        weights: PyTree,
+        index: jax.Array,
+        kept: Sequence[jax.Array],
+        g: jax.Array,
+        context: PyTree,
+    ) -> tuple[Arrays, jax.Array, Arrays]:
+        """Gradients of the `early` weights and of the input, and what is pending for the others."""
+        known = jax.tree.leaves((weights, index, context))
+        if not self.split:
+            gradients, gx = self._backward(known, kept, g)
+            return gradients, gx, []
+        gx, *rest = self._first(*known, *kept, g)
+        return rest[: len(self.early)], gx, rest[len(self.early) :]
+
+    def late_gradients(
+        self,
+        weights: PyTree,
+        index: jax.Array,
+        kept: Sequence[jax.Array],
+        pending: Sequence[jax.Array],
+        context: PyTree,
+    ) -> Arrays:
+        """Gradients of the `late` weights."""
+        known = jax.tree.leaves((weights, index, context))
+        unused = jnp.zeros(self.x.shape, self.x.dtype)
+        return list(self._second(*known, *kept, unused, *pending))
+
+    # -- tracing
+
+    def _pull(
+        self, weights: PyTree, index: jax.Array, x: jax.Array, context: PyTree
+    ) -> tuple[jax.Array, Arrays]:
+        """The output and all that the backward function holds, as arrays."""
+        y, pull = jax.vjp(lambda w, x: self.layer(w, index, x, context), weights, x)
+        leaves, self._treedef = jax.tree.flatten(pull)
+        return y, leaves
+
+    def _find_kept(self) -> None:
+        """Sorts what the backward function holds: kept, passed on, or computed from weights."""
+        known = (self.weights, self.index, self.context)
+        closed = jax.make_jaxpr(lambda known, x: self._pull(known[0], known[1], x, known[2]))(
+            known, self.x
+        )
+        num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
+        others = range(num_weights, len(closed.jaxpr.invars))
+        depends, source = traced.needs(closed, others)[1:], traced.passed_on(closed)[1:]
+        shapes = [traced.shape_of(v) for v in closed.jaxpr.outvars]
+        self._source = [None if s is None or s >= num_known else s for s in source]
+        self._is_kept = [d and s is None for d, s in zip(depends, self._source, strict=True)]
+        again = [i for i, s in enumerate(self._source) if s is None and not self._is_kept[i]]
+        self._again, self._recompute = again, traced.only(closed, [1 + i for i in again])
+        kept = zip(shapes[1:], self._is_kept, strict=True)
+        self.kept = [shape for shape, is_kept in kept if is_kept]
+
+    def _backward(
+        self, known: Sequence[jax.Array], kept: Sequence[jax.Array], g: jax.Array
+    ) -> tuple[Arrays, jax.Array]:
+        """Gradients of all weights and of the input."""
+        unused = jnp.zeros(self.x.shape, self.x.dtype)
+        again = dict(zip(self._again, self._recompute(*known, unused), strict=True))
+        stored = iter(kept)
+        leaves = [
+            known[s] if s is not None else again[i] if i in again else next(stored)
+            for i, s in enumerate(self._source)
+        ]
+        gradients, gx = jax.tree.unflatten(self._treedef, leaves)(g)
+        return jax.tree.leaves(gradients), gx
+
+    def _cut(self) -> None:
+        """Cuts the backward: what the input's gradient needs, and products that can wait."""
+        known = jax.tree.leaves((self.weights, self.index, self.context))
+        num_known, num_kept = len(known), len(self.kept)
+
+        def backward(*args: jax.Array) -> tuple[jax.Array, ...]:
+            known, kept, g = args[:num_known], args[num_known:-1], args[-1]
+            gradients, gx = self._backward(known, kept, g)
+            return (gx, *gradients)
+
+        closed = traced.inline(jax.make_jaxpr(backward)(*known, *self.kept, self.x))
+        assert len(closed.jaxpr.invars) == num_known + num_kept + 1
+        every = [1 + i for i in self.early]
+        moved, self._first, self._second, pending = traced.split_products(closed, [0], every)
+        self.late = [i - 1 for i in moved]
+        self.early = [i for i in self.early if i not in self.late]
+        self.pending = pending

@@ -1,0 +1,131 @@
+"""Where each layer of the model lies in the stack that rests on the devices.
+
+Owns: the permutation between model order, in which states are saved and compared, and the order of
+the stack, in which each stage of a pipeline holds its own layers side by side. Does not own: which
+layers a stage has (`schedules.layout`).
+
+The stack is cut into equal parts over the stages. A stage with fewer layers than the largest has
+places that no layer uses: their parameters are zero and never get a gradient, so they stay zero
+under every optimizer, and count in no norm.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardtrain.sharding.placement import Names, owner_of, path_name
+from shardtrain.strategies.schedules.table import NOTHING
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """The layer in each place of the stack; -1 where there is none."""
+
+    rows: tuple[int, ...] = ()
+    """Empty = as the model is, however many layers there are."""
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.intp] | Sequence[int]) -> "LayerOrder":
+        """The order of rows of any shape, such as [stages, virtual stages, slots]."""
+        return cls(tuple(int(row) for row in np.asarray(rows).ravel()))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The place of each layer."""
+        found = {row: place for place, row in enumerate(self.rows) if row != NOTHING}
+        return tuple(found[layer] for layer in range(len(found)))
+
+    @property
+    def is_model_order(self) -> bool:
+        """Whether the stack is as the model is."""
+        return self.rows == tuple(range(len(self.rows)))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some places have no layer."""
+        return NOTHING in self.rows
+
+    def stack(self, leaf: jax.Array) -> jax.Array:
+        """Puts a stacked parameter [layers, ...] from model order in its places [places, ...]."""
+        if self.is_model_order:
+            return leaf
+        rows = np.array(self.rows)
+        stacked = jnp.take(leaf, np.maximum(rows, 0), axis=0)
+        if not self.is_padded:
+            return stacked
+        there = (rows != NOTHING).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(there, stacked, 0)
+
+    def unstack(self, leaf: jax.Array) -> jax.Array:
+        """Puts a stacked parameter [places, ...] back into model order [layers, ...]."""
+        return leaf if self.is_model_order else jnp.take(leaf, np.array(self.places), axis=0)
+
+
+def is_stacked(names: Names) -> bool:
+    """Whether a parameter with these axes holds one entry a layer."""
+    return names[:1] == ("layers",)
+
+
+def map_stacked(function: Callable[[Any], Any], tree: PyTree, names: PyTree) -> PyTree:
+    """Maps the leaves of a state that hold one entry a layer, and leaves all others alone.
+
+    Args:
+        function: leaf -> leaf.
+        tree: parameters, or any tree whose leaves end in a parameter's path; arrays or shapes.
+        names: the axes of each parameter.
+    """
+    axes = {
+        path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(names, is_leaf=_is_names)
+    }
+
+    def apply(path: tuple[Any, ...], leaf: Any) -> Any:
+        owner = owner_of(path_name(path), axes)
+        stacked = bool(owner) and is_stacked(axes[owner]) and leaf.ndim == len(axes[owner])
+        return function(leaf) if stacked else leaf
+
+    return jax.tree.map_with_path(apply, tree)
+
+
+def _is_names(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def model_order_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a stacked leaf in model order rests, beside its sharding in the stack's order.
+
+    Args:
+        sharding: of the leaf [places, ...].
+        shape: of the leaf [layers, ...].
+
+    Returns:
+        The same, but where the layers do not divide, another dim is split over the stages; or none,
+        where none divides.
+    """
+    mesh = sharding.mesh
+    spec = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    first = _axes(spec[0])
+    pieces = int(np.prod([mesh.shape[axis] for axis in first]))
+    if shape[0] % pieces == 0:
+        return sharding
+    spec[0] = None
+    for dim in sorted(range(1, len(shape)), key=lambda d: -shape[d]):
+        axes = (*_axes(spec[dim]), *first)
+        if shape[dim] % int(np.prod([mesh.shape[axis] for axis in axes])) == 0:
+            spec[dim] = axes
+            break
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
