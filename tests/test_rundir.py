@@ -115,6 +115,7 @@ BREAKING = {
 }
 FREE = {
     "mesh.tensor": (1, 2),
+    "pipeline.schedule": ("1f1b", "gpipe"),
     "sharding.zero": (0, 3),
     "sharding.rules": ({"mlp": "tensor"}, {"mlp": ["tensor", "data"]}),
     "train.microbatches": (1, 4),

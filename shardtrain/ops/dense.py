@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
+from shardtrain.strategies.remat import PRODUCT
 
 Dims = tuple[int, ...]
 
@@ -90,7 +92,9 @@ def dense(
     bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     widen = how.canonical and x.dtype.itemsize == 2
-    return _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
+    y = _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
+    named: jax.Array = checkpoint_name(y, PRODUCT)
+    return named
 
 
 class Static(NamedTuple):

@@ -56,7 +56,8 @@ def make_stages(
         if pipeline.layout:
             return schedule, read_layout(pipeline.layout, stages, virtual, model.num_layers)
         head = head_in_layers(model, vocab_size, length) if vocab_size else 0.0
-        return schedule, balance(model.num_layers, stages, virtual, head=head)
+        most = -(-model.num_layers // (stages * virtual))  # no more padding than there must be
+        return schedule, balance(model.num_layers, stages, virtual, head=head, most=most)
     except ConfigError as error:
         word, equals, value = error.where.partition("=")
         raise ConfigError(

@@ -11,15 +11,17 @@ Block = Callable[..., Any]
 NAMED = ("qkv", "attention", "attention_out", "mlp", "mlp_out")
 """The tensors of a block that can be saved by name (`jax.ad_checkpoint.checkpoint_name`)."""
 
+PRODUCT = "product"
+"""The name of every product with a weight: policies do not look into its custom derivative."""
+
 
 def remat(policy: str) -> Callable[[Block], Block]:
     """The wrapper for a policy.
 
     Args:
         policy: "none" saves all that the backward reads; "full" saves the block's input only;
-            "dots"
-            saves the results of matrix products with weights; otherwise the names of the tensors to
-            save, comma-separated, of `NAMED`.
+            "dots" saves the results of matrix products with weights; otherwise the names of the
+            tensors to save, comma-separated, of `NAMED`.
 
     Raises:
         ConfigError: an unknown policy or name.
@@ -30,7 +32,7 @@ def remat(policy: str) -> Callable[[Block], Block]:
     if policy == "full":
         return lambda block: jax.checkpoint(block, policy=policies.nothing_saveable)
     if policy == "dots":
-        keep = policies.dots_with_no_batch_dims_saveable
+        keep = policies.save_only_these_names(PRODUCT)
         return lambda block: jax.checkpoint(block, policy=keep)
     names = [name.strip() for name in policy.split(",")]
     for name in names:

@@ -25,7 +25,7 @@ Kind = Literal["breaks", "free"]
 
 # What may change between two parts of one run: a key, or a section with all that is in it.
 _FREE = frozenset(
-    {"run", "mesh", "sharding", "train", "checkpoint", "log", "eval"}
+    {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
     # Where and how far ahead the same batches are read; that they are the same has its own check.
     | {"data.path", "data.cache", "data.prefetch"}
     | {"model.attention", "model.layer_loop"}  # how the same function is computed
@@ -88,7 +88,7 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
             "the run in this directory was begun with another config",
             where=where,
             value="\n    ".join(["", *map(str, breaking)]),
-            allowed="changes of mesh, sharding, checkpoint, log, eval and how long to run",
+            allowed="changes of mesh, sharding, pipeline, checkpoint, log, eval, and how long to run",
             cure="take another run.dir, undo the changes, or set run.allow_changes",
         )
 

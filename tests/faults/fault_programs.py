@@ -17,8 +17,8 @@ from shardtrain.optim.schedules import make_schedule
 from shardtrain.run import make_program
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table
-from shardtrain.strategies.precision import cast, policy
 from shardtrain.strategies.accumulate import Accumulation
+from shardtrain.strategies.precision import cast, policy
 from shardtrain.strategies.stack import make_stack
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.tasks.language_model import LanguageModel

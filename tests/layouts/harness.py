@@ -92,7 +92,12 @@ class Case:
 
     def sections(self) -> dict[str, Any]:
         """The case as a config."""
-        model = {"num_layers": self.num_layers, "embed_dim": 16, "num_heads": 4, "vocab_size": VOCAB}
+        model = {
+            "num_layers": self.num_layers,
+            "embed_dim": 16,
+            "num_heads": 4,
+            "vocab_size": VOCAB,
+        }
         model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": self.loop}
         degrees = dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1) | MESHES[self.mesh]
         return {

@@ -68,6 +68,7 @@ def balance(
     *,
     embedding: float = 0.0,
     head: float = 0.0,
+    most: int = 0,
 ) -> Layout:
     """Spread layers so that the costliest part is as cheap as can be.
 
@@ -80,6 +81,7 @@ def balance(
         virtual_stages: Parts of the model on each stage.
         embedding: Cost of the embedding in layers.
         head: Cost of the head in layers.
+        most: Layers of a part at most; 0 = any number. Each part takes the memory of the largest.
 
     Returns:
         The layout.
@@ -104,7 +106,7 @@ def balance(
     extra[0] += embedding
     extra[-1] += head
     for _ in range(num_layers - parts):
-        cost = layers + extra
+        cost = np.where(layers == most, np.inf, layers + extra) if most else layers + extra
         layers[np.flatnonzero(cost == cost.min())[-1]] += 1
     return Layout(stages, virtual_stages, tuple(int(count) for count in layers))
 
