@@ -44,7 +44,8 @@ def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> di
         Dotted key to the reason.
     """
     sizes = degrees or config.mesh.model_dump()
-    return dict((*_model(config), *_optimizer(config), *_layout(config, sizes), *_times(config)))
+    layout = (*_layout(config, sizes), *_pipeline(config, sizes))
+    return dict((*_model(config), *_optimizer(config), *layout, *_times(config)))
 
 
 def ineffective_settings(
@@ -110,6 +111,14 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         yield "sharding.zero", "mesh.data=1 leaves nothing to split over"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
+
+
+def _pipeline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    if sizes["pipeline"] == 1:
+        for key in ("schedule", "virtual_stages", "layout", "table"):
+            yield f"pipeline.{key}", "mesh.pipeline=1 has no stages"
+    elif config.pipeline.table:
+        yield "pipeline.schedule", "pipeline.table says what runs when"
 
 
 def _times(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -316,8 +316,32 @@ def test_the_message_of_the_design() -> None:
             "(pads to 264)",
         ),
         (
-            {"model.num_layers": 7, "mesh.pipeline": 2},
-            "mesh.pipeline=2: model.num_layers=7 is not divisible by 2; use 1 or 7",
+            {"model.num_layers": 3, "mesh.pipeline": 4},
+            "model.num_layers=3: too few for 4 parts: one would be empty",
+        ),
+        (
+            {"mesh.pipeline": 2, "pipeline.schedule": "1f1"},
+            "pipeline.schedule=1f1: there is no such schedule",
+        ),
+        (
+            {"mesh.pipeline": 2, "pipeline.virtual_stages": 2},
+            "pipeline.virtual_stages=2: 1f1b has one virtual stage",
+        ),
+        (
+            {"mesh.pipeline": 2, "pipeline.layout": "E9,9H"},
+            'pipeline.layout="E9,9H": has 18 layers, but the model has',
+        ),
+        (
+            {"mesh.pipeline": 2, "pipeline.layout": "E1,1,1H"},
+            'pipeline.layout="E1,1,1H": has 3 parts, but there are 2 stages',
+        ),
+        (
+            {"mesh.pipeline": 2, "pipeline.table": "no/such.csv"},
+            "no/such.csv: cannot be read: No such file or directory",
+        ),
+        (
+            {"mesh.pipeline": 2, "sharding.rules": {"layers": "data"}},
+            "sharding.rules.layers: layers are shared out among the stages of a pipeline",
         ),
         (
             {"data.batch_size": 10, "mesh.data": 4},
@@ -363,7 +387,6 @@ def test_the_message_of_the_design() -> None:
             {"model.attention": "cudnn"},
             'model.attention="cudnn": train.precision="float32" has no such kernel',
         ),
-        ({"mesh.pipeline": 2}, "mesh.pipeline=2: the pipeline is not in this version yet"),
         ({"mesh.context": 2}, "mesh.context=2: context parallelism is not in this version yet"),
     ],
 )

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.placement import Names, owner_of, path_name
+from shardtrain.sharding.placement import Names
 from shardtrain.strategies.schedules.table import NOTHING
 
 PyTree = Any
@@ -75,28 +75,34 @@ def is_stacked(names: Names) -> bool:
     return names[:1] == ("layers",)
 
 
-def map_stacked(function: Callable[[Any], Any], tree: PyTree, names: PyTree) -> PyTree:
-    """Maps the leaves of a state that hold one entry a layer, and leaves all others alone.
+def map_stacked(function: Callable[[Any], Any], tree: PyTree, stacked: PyTree) -> PyTree:
+    """Maps the leaves that hold one entry a layer, and leaves all others alone.
 
     Args:
         function: leaf -> leaf.
-        tree: parameters, or any tree whose leaves end in a parameter's path; arrays or shapes.
-        names: the axes of each parameter.
+        tree: arrays or shapes.
+        stacked: the same tree of booleans.
     """
-    axes = {
-        path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(names, is_leaf=_is_names)
-    }
-
-    def apply(path: tuple[Any, ...], leaf: Any) -> Any:
-        owner = owner_of(path_name(path), axes)
-        stacked = bool(owner) and is_stacked(axes[owner]) and leaf.ndim == len(axes[owner])
-        return function(leaf) if stacked else leaf
-
-    return jax.tree.map_with_path(apply, tree)
+    return jax.tree.map(lambda leaf, s: function(leaf) if s else leaf, tree, stacked)
 
 
-def _is_names(node: Any) -> bool:
-    return isinstance(node, tuple)
+def grows_with_layers(make: Callable[[PyTree], PyTree], params: PyTree, stacked: PyTree) -> PyTree:
+    """Which leaves of what is made of parameters hold one entry a layer.
+
+    Found by making it for one layer more: so it holds for every optimizer, whatever its state is.
+
+    Args:
+        make: parameters -> a tree.
+        params: shapes of the parameters.
+        stacked: which of them are stacked.
+    """
+
+    def more(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
+
+    few = jax.eval_shape(make, params)
+    many = jax.eval_shape(make, map_stacked(more, params, stacked))
+    return jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], few, many)
 
 
 def model_order_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -27,6 +27,7 @@ from shardtrain.sharding.rules import manual_over
 from shardtrain.strategies.layer_vjp import Arrays
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts, Sums
+from shardtrain.strategies.reductions import psum_scatter
 from shardtrain.strategies.remat import remat
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import Schedule, with_slots, without_backward
@@ -259,10 +260,7 @@ def _gather(leaf: jax.Array, dim: int | None) -> jax.Array:
 
 def _scatter(leaf: jax.Array, dim: int | None) -> jax.Array:
     """This device's part of the sum over `data`, along a dim."""
-    if dim is None:
-        return leaf
-    part: jax.Array = jax.lax.psum_scatter(leaf, "data", scatter_dimension=dim, tiled=True)
-    return part
+    return leaf if dim is None else psum_scatter(leaf, "data", dim)
 
 
 def _less(dim: int | None) -> int | None:

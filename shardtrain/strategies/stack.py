@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.strategies.order import LayerOrder
+from shardtrain.strategies.reductions import psum
 from shardtrain.strategies.remat import Block, remat
 
 PyTree = Any
@@ -75,8 +76,7 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
 
         def send(leaf: jax.Array) -> jax.Array:
             mine = jax.lax.dynamic_index_in_dim(leaf, place % here, keepdims=False)
-            sent: jax.Array = jax.lax.psum(jnp.where(is_mine, mine, 0), "pipeline")
-            return sent
+            return psum(jnp.where(is_mine, mine, 0), "pipeline")
 
         return jax.tree.map(send, stacked)
 

@@ -20,7 +20,13 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
-from shardtrain.strategies.order import LayerOrder, map_stacked, model_order_sharding
+from shardtrain.strategies.order import (
+    LayerOrder,
+    grows_with_layers,
+    is_stacked,
+    map_stacked,
+    model_order_sharding,
+)
 from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.tasks.base import Batch, Task
@@ -97,8 +103,23 @@ class Program:
             stored=stored_table(layout.compute),
             zero=layout.zero,
             names=names,
-            shapes=map_stacked(stacked, nnx.to_pure_dict(state), names),
+            shapes=map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names)),
         )
+
+    @staticmethod
+    def _stacked_params(names: PyTree) -> PyTree:
+        return jax.tree.map(is_stacked, names, is_leaf=lambda node: isinstance(node, tuple))
+
+    @cached_property
+    def _stacked(self) -> TrainState:
+        """Which leaves of the state hold one entry a layer."""
+        params = self._stacked_params(self.placement.names)
+        masters = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
+        )
+        opt_state = grows_with_layers(self.optimizer.init, masters, params)
+        no: Any = False
+        return TrainState(step=no, cursor=no, params=params, opt_state=opt_state, key=no)
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -222,17 +243,21 @@ class Program:
         """Where each layer rests in the stack."""
         return self.layout.runner.order
 
-    def in_model_order(self, tree: PyTree) -> PyTree:
-        """Parameters, gradients or a whole state with the layers as the model has them."""
-        return map_stacked(self.order.unstack, tree, self.placement.names)
+    def in_model_order(self, params: PyTree) -> PyTree:
+        """Parameters or gradients with the layers as the model has them."""
+        return map_stacked(self.order.unstack, params, self._stacked.params)
 
-    def _in_stack_order(self, tree: PyTree) -> PyTree:
-        return map_stacked(self.order.stack, tree, self.placement.names)
+    def _in_stack_order(self, params: PyTree) -> PyTree:
+        return map_stacked(self.order.stack, params, self._stacked_params(self.placement.names))
+
+    def _unstack_state(self, state: TrainState) -> TrainState:
+        unstacked: TrainState = map_stacked(self.order.unstack, state, self._stacked)
+        return unstacked
 
     @cached_property
     def abstract_saved(self) -> TrainState:
         """Shapes and shardings of the state as it is saved: in model order."""
-        shapes = jax.eval_shape(self.in_model_order, self.shapes)
+        shapes = jax.eval_shape(self._unstack_state, self.shapes)
 
         def where(saved: Any, leaf: Any) -> Any:
             there = leaf.sharding
@@ -250,7 +275,7 @@ class Program:
             return lambda state: state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
         function: Callable[[TrainState], TrainState] = jax.jit(
-            self.in_model_order, out_shardings=shardings
+            self._unstack_state, out_shardings=shardings
         )
         return function
 
@@ -258,10 +283,16 @@ class Program:
         """The state of one that was saved, whose memory is given up; it may lack `opt_state`."""
         if self.order.is_model_order:
             return state
-        shardings = self.shardings if state.opt_state else self.shardings.replace(opt_state=())
+        shardings, stacked = self.shardings, self._stacked
+        if not state.opt_state:
+            shardings, stacked = (tree.replace(opt_state=()) for tree in (shardings, stacked))
         # Padding makes other shapes, whose memory cannot be used again.
         donated = None if self.order.is_padded else 0
-        put = jax.jit(self._in_stack_order, donate_argnums=donated, out_shardings=shardings)
+        put = jax.jit(
+            lambda state: map_stacked(self.order.stack, state, stacked),
+            donate_argnums=donated,
+            out_shardings=shardings,
+        )
         placed: TrainState = put(state)
         return placed
 

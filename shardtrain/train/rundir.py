@@ -88,7 +88,7 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
             "the run in this directory was begun with another config",
             where=where,
             value="\n    ".join(["", *map(str, breaking)]),
-            allowed="changes of mesh, sharding, pipeline, checkpoint, log, eval, and how long to run",
+            allowed="changes of mesh, sharding, train, pipeline, checkpoint, log and eval",
             cure="take another run.dir, undo the changes, or set run.allow_changes",
         )
 

@@ -40,10 +40,10 @@ LARGE = {"model.embed_dim": 64, "model.num_heads": 8}
             "4 or 6",
         ),
         (
-            {"model.num_layers": 7, "mesh.pipeline": 2},
-            2,
-            ("num_layers=7", "pipeline=2"),
-            "use 1 or 7",
+            {"model.num_layers": 7, "mesh.pipeline": 8},
+            8,
+            ("num_layers=7", "8 parts"),
+            "at most 7 parts",
         ),
         (
             {"data.sequence_length": 100, "mesh.context": 8},
@@ -66,7 +66,11 @@ LARGE = {"model.embed_dim": 64, "model.num_heads": 8}
     ids=["heads", "batch", "devices", "layers", "context", "sequence-parallel"],
 )
 def test_o17_refused_before_anything_is_compiled(overrides, devices, numbers, nearest) -> None:
-    """O-17: both numbers and the nearest choices."""
+    """O-17: both numbers and the nearest choices.
+
+    Seven layers on two stages are not refused but padded, with equal results
+    (tests/layouts/test_pipelines.py).
+    """
     with pytest.raises(UserError) as caught:
         resolve_mesh(config(overrides), devices)
     message = str(caught.value)

@@ -11,7 +11,7 @@ from shardtrain.config import load_config
 from shardtrain.run import make_program
 from shardtrain.verify.compare import Comparison, Subject, compare
 
-BATCH, LENGTH, VOCAB = 16, 16, 32
+LENGTH, VOCAB = 16, 32
 STEPS = 3
 BFLOAT16_BOUND = 0.05
 """bfloat16 rounds to 2^-8; a gradient is a sum over hundreds of terms in another order."""
@@ -35,6 +35,8 @@ MESHES = {
     "4x2": {"data": 4, "tensor": 2},
     "2x4": {"data": 2, "tensor": 4},
     "2x2x2": {"replica": 2, "data": 2, "tensor": 2},
+}
+PIPELINES = {
     "pp2": {"pipeline": 2},
     "pp4": {"pipeline": 4},
     "pp2 tp2": {"pipeline": 2, "tensor": 2},
@@ -65,6 +67,7 @@ class Case:
     virtual_stages: int = 1
     stages: str = ""
     num_layers: int = 2
+    batch: int = 16
 
     def __str__(self) -> str:
         default = Case()
@@ -99,11 +102,18 @@ class Case:
             "vocab_size": VOCAB,
         }
         model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": self.loop}
-        degrees = dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1) | MESHES[self.mesh]
+        degrees = (
+            dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1)
+            | (MESHES | PIPELINES)[self.mesh]
+        )
         return {
             "run": {"steps": 20, "seed": 3},
             "model": model | STYLES[self.style],
-            "data": {"sequence_length": LENGTH, "batch_size": BATCH, "path": "synthetic.tokens"},
+            "data": {
+                "sequence_length": LENGTH,
+                "batch_size": self.batch,
+                "path": "synthetic.tokens",
+            },
             "mesh": degrees,
             "sharding": {"zero": self.zero, "sequence_parallel": self.sequence_parallel},
             "train": {
@@ -126,15 +136,15 @@ class Case:
         }
 
 
-def synthetic_rows(cursor: int, *, documents: bool) -> dict[str, np.ndarray]:
+def synthetic_rows(cursor: int, batch: int, *, documents: bool) -> dict[str, np.ndarray]:
     """A ragged batch: some targets do not count, some rows hold several documents."""
     rng = np.random.default_rng(cursor)
-    shape = (BATCH, LENGTH)
+    shape = (batch, LENGTH)
     rows = {
         "tokens": rng.integers(0, VOCAB, shape, dtype=np.int32),
         "targets": rng.integers(0, VOCAB, shape, dtype=np.int32),
-        "weights": (rng.random(shape) < rng.random((BATCH, 1))).astype(np.float32),
-        "sample": np.arange(BATCH, dtype=np.uint32) + np.uint32(cursor * BATCH),
+        "weights": (rng.random(shape) < rng.random((batch, 1))).astype(np.float32),
+        "sample": np.arange(batch, dtype=np.uint32) + np.uint32(cursor * batch),
     }
     if documents:
         starts = rng.random(shape) < 0.2
@@ -153,7 +163,7 @@ def subject(case: Case) -> Subject:
     microbatches = case.microbatches
 
     def batch_at(cursor: int) -> dict[str, jax.Array]:
-        rows = synthetic_rows(cursor, documents=case.documents)
+        rows = synthetic_rows(cursor, case.batch, documents=case.documents)
         cut = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in rows.items()}
         return {k: jax.device_put(v, program.batch_sharding(v.ndim)) for k, v in cut.items()}
 
