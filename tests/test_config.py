@@ -341,7 +341,11 @@ def test_the_message_of_the_design() -> None:
         ),
         (
             {"mesh.pipeline": 2, "sharding.rules": {"layers": "data"}},
-            "sharding.rules.layers: layers are shared out among the stages of a pipeline",
+            "sharding.rules.layers: the stages of a pipeline share the layers",
+        ),
+        (
+            {"mesh.pipeline": 2, "sharding.rules": {"embed": "pipeline"}},
+            "sharding.rules.embed: the stages of a pipeline share the layers",
         ),
         (
             {"data.batch_size": 10, "mesh.data": 4},

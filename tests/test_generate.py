@@ -1,6 +1,7 @@
 """Generation: the cache against whole passes, positions, meshes, windows, odd bytes."""
 
 import dataclasses
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -48,8 +49,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model.layer_loop": "unroll",
     },
 }
+LAYOUTS["pipeline, uneven"] = {
+    "mesh.pipeline": 2,
+    "mesh.tensor": 2,
+    "model.num_layers": 3,
+    "pipeline.layout": "E1,2H",
+    "train.microbatches": 4,
+}
 CASES = [(style, layout) for style in STYLES for layout in ("one", "4x2")] + [
-    ("llama", "4x2,zero=3")
+    ("llama", "4x2,zero=3"),
+    ("llama", "pipeline, uneven"),
 ]
 
 
@@ -73,7 +82,7 @@ class Subject:
             "optimizer": {"learning_rate": 0.1},
         }
         config = load_config(sections, LAYOUTS[layout])
-        devices = jax.devices()[: config.mesh.data * config.mesh.tensor]
+        devices = jax.devices()[: math.prod(config.mesh.model_dump().values())]
         tokenizer = ByteTokenizer()
         self.program = make_program(config, vocab_size=tokenizer.vocab_size, devices=devices)
         rng = np.random.default_rng(4)
@@ -90,7 +99,7 @@ class Subject:
         placement = self.program.placement
         table = {**placement.compute, "batch": (), "length": (), "residual_length": ()}
         with use_rules(table, placement.mesh):
-            model = nnx.merge(self.program.graph, params)
+            model = nnx.merge(self.program.graph, self.program.in_model_order(params))
             return model({"tokens": tokens}, None, make_stack())[0]
 
     def scores(self, tokens: list[int]) -> np.ndarray:

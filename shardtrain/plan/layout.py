@@ -149,7 +149,7 @@ def layout_faults(
         else None,
         _divides(split("mlp", tensor), "model.mlp_dim", model.mlp_size),
         _vocabulary(model, split("vocab", tensor), vocab_size),
-        _layers(sharding, degrees),
+        _stages(sharding, degrees),
         _sequence(split("length", ("context",)), data.sequence_length),
         _sequence(split("residual_length", length), data.sequence_length),
         _batch(data.batch_size, split("batch", ("replica", "data")), microbatches),
@@ -201,20 +201,19 @@ def _vocabulary(
     )
 
 
-def _layers(sharding: ShardingConfig, degrees: Degrees) -> ConfigError | None:
-    """The stack; only stages share its layers, and they need not divide."""
-    if "layers" not in sharding.rules:
-        return None
-    axes = sharding.rules["layers"]
-    stages = degrees.get("pipeline", 1) > 1
-    if axes in ("pipeline", ["pipeline"]) or (not axes and not stages):
-        return None
-    return ConfigError(
-        "layers are shared out among the stages of a pipeline, and over nothing else",
-        where="sharding.rules.layers",
-        value=str(axes),
-        cure="leave this rule out",
-    )
+def _stages(sharding: ShardingConfig, degrees: Degrees) -> ConfigError | None:
+    """Layers are what stages share; they need not divide, and nothing else goes by stages."""
+    for name, axes in sharding.rules.items():
+        names = {axes} if isinstance(axes, str) else set(axes or ())
+        piped = names == {"pipeline"} if name == "layers" else "pipeline" not in names
+        if not piped and (degrees.get("pipeline", 1) > 1 or name == "layers"):
+            return ConfigError(
+                "the stages of a pipeline share the layers, all of them, and nothing else",
+                where=f"sharding.rules.{name}",
+                value=str(axes),
+                cure="leave this rule out",
+            )
+    return None
 
 
 def _sequence(split: Mapping[str, int], length: int) -> ConfigError | None:

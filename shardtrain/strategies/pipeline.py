@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
 from shardtrain.sharding.mesh import DATA_AXES
-from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import manual_over
 from shardtrain.strategies.layer_vjp import Arrays
 from shardtrain.strategies.order import LayerOrder
@@ -65,8 +65,7 @@ class Pipeline:
         """The gradient function of a whole step; see `Runner`.
 
         Raises:
-            ShardingError: the model cannot be cut, or a rule splits it over an axis that shares out
-                stages or samples.
+            ShardingError: the model cannot be cut.
         """
         region = _Region(self, _cut(parts), parts, placement, dtype)
 
@@ -142,8 +141,6 @@ class _Region:
 
     def specs(self, shardings: PyTree) -> PyTree:
         """The part of partitions that the program itself is written for."""
-        for path, used in leaves_by_path(self.placement.computed):
-            _check(path, used.spec)
         return jax.tree.map(lambda s: _manual(s.spec), shardings)
 
     @cached_property
@@ -283,16 +280,3 @@ def _data_dim(sharding: NamedSharding) -> int | None:
     """The dim that is split over `data`."""
     dims = [dim for dim, entry in enumerate(sharding.spec) if "data" in _axes(entry)]
     return dims[0] if dims else None
-
-
-def _check(path: str, spec: PartitionSpec) -> None:
-    """Refuses rules that split a parameter, while it is used, over samples or among stages."""
-    for dim, entry in enumerate(spec):
-        for axis in _axes(entry):
-            if axis in DATA_AXES or (axis == AXIS and (dim or not path.startswith(f"{LAYERS}/"))):
-                raise ShardingError(
-                    f"a rule splits {path} over {axis}, which a pipeline needs for "
-                    + ("samples" if axis in DATA_AXES else "stages"),
-                    where="sharding.rules",
-                    cure=f"leave {axis} out, or set mesh.{AXIS} = 1",
-                )

@@ -37,6 +37,7 @@ def test_after_the_last_update_there_is_nothing_to_do(straight: Path, tmp_path: 
 
 MESHES = {
     "data 4 x tensor 2": ("--mesh.tensor", "2", "--sharding.zero", "3"),
+    "pipeline 2 x data 4": ("--mesh.pipeline", "2", "--train.microbatches", "2"),
     "no mesh": ("--run.cpu_devices", "1"),
 }
 

@@ -18,6 +18,7 @@ from shardtrain.run import make_program
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.accumulate import Accumulation
+from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.precision import cast, policy
 from shardtrain.strategies.stack import make_stack
 from shardtrain.tasks.config import LanguageModelConfig
@@ -178,6 +179,7 @@ def stub(
     precision: str = "float32",
     optimizer: Mapping[str, Any] | None = None,
     steps: int = 10,
+    runner: Runner | None = None,
 ) -> Program:
     """A program of somebody's own model: `create` makes it from a dtype."""
     sizes = {"data": 1, **(mesh or {})}
@@ -192,7 +194,7 @@ def stub(
             mesh=make_mesh(**sizes, devices=devices),
             compute=compute_table(),
             zero=zero,
-            runner=Accumulation(make_stack(), microbatches),
+            runner=runner or Accumulation(make_stack(), microbatches),
         ),
         policy=policy(precision),
         make_transform=lambda names: make_transform(section, names),

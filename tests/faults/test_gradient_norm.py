@@ -12,6 +12,9 @@ from fault_programs import initial, program, put, state_of, stub, text
 from flax import nnx
 
 from shardtrain.models.transformer import constant
+from shardtrain.strategies.pipeline import Pipeline
+from shardtrain.strategies.schedules.kinds import make_schedule
+from shardtrain.strategies.schedules.layout import balance
 
 LAYOUTS = [
     ({}, 0, 1),
@@ -54,6 +57,43 @@ class Slopes:
         value += np.sqrt(144 - 25).astype(np.float32) * model.whole[...][0]
         value += 3 * model.stored[...][0] + 4 * model.stored[...][7]
         return {"slope": jnp.sum(batch["slope"] * batch["weights"]) * value}
+
+
+class Layer(nnx.Module):
+    """A number that is added, times a factor of its own."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.number = constant(("head_dim",), (1,), dtype, 0.0)
+
+    def __call__(self, x: jax.Array, index: jax.Array, context: Any) -> jax.Array:
+        return x + self.number[...] * jnp.where(index == 0, 3, 4).astype(x.dtype)
+
+
+class Layered(nnx.Module):
+    """Two layers, one a stage, and a leaf that both ends of the model use."""
+
+    def __init__(self, dtype: Any) -> None:
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"}, axis_size=2)
+        def stack() -> Layer:
+            return Layer(dtype)
+
+        self.layers = stack()
+        self.whole = constant(("embed",), (1,), dtype, 0.0)
+
+    def context(self, batch: Any, key: Any) -> dict[str, jax.Array]:
+        return {}
+
+    def embed(self, batch: Any, context: Any) -> jax.Array:
+        return jnp.broadcast_to(5 * self.whole[...], (*batch["slope"].shape, 1))
+
+
+@dataclass(frozen=True)
+class LayeredSlopes(Slopes):
+    """Slopes of 3 and 4 on two stages, and of 5 + 7 on a leaf of both ends."""
+
+    def head(self, model: Any, x: jax.Array, batch: Any) -> dict[str, jax.Array]:
+        value = x[..., 0] + 7 * model.whole[...]
+        return {"slope": jnp.sum(batch["slope"] * batch["weights"] * value)}
 
 
 def slopes() -> dict[str, np.ndarray]:
@@ -146,3 +186,20 @@ def test_o06_replicas_stay_equal_to_the_bit() -> None:
             for other in same[1:]:
                 assert same[0].tobytes() == other.tobytes(), jax.tree_util.keystr(path)
     assert several > 20
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_o05_a_stage_counts_its_own_and_both_ends_once(zero) -> None:
+    """O-05: 3 and 4 on two stages, 12 from both ends: 13 again."""
+    of = stub(
+        Layered,
+        LayeredSlopes(),
+        mesh={"pipeline": 2, "data": 2},
+        zero=zero,
+        optimizer={"clip_norm": 6.5},
+        runner=Pipeline(make_schedule("1f1b", 2, 4), balance(2, 2)),
+    )
+    _, metrics, grads = of.step_with_gradients(of.init(), put(of, slopes()))
+    assert float(metrics["grad_norm"]) == pytest.approx(13.0, rel=1e-6)
+    assert np.ravel(grads["layers"]["number"]).tolist() == pytest.approx([3.0, 4.0])
+    assert np.ravel(grads["whole"]).tolist() == pytest.approx([12.0])

@@ -66,6 +66,8 @@ class Case:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     stages: str = ""
+    table: str = ""
+    rules: tuple[tuple[str, str], ...] = ()
     num_layers: int = 2
     batch: int = 16
 
@@ -91,6 +93,8 @@ class Case:
             schedule="1f1b",
             virtual_stages=1,
             stages="",
+            table="",
+            rules=(),
         )
 
     def sections(self) -> dict[str, Any]:
@@ -115,7 +119,11 @@ class Case:
                 "path": "synthetic.tokens",
             },
             "mesh": degrees,
-            "sharding": {"zero": self.zero, "sequence_parallel": self.sequence_parallel},
+            "sharding": {
+                "zero": self.zero,
+                "sequence_parallel": self.sequence_parallel,
+                "rules": dict(self.rules),
+            },
             "train": {
                 "microbatches": self.microbatches,
                 "remat": self.remat,
@@ -125,6 +133,7 @@ class Case:
                 "schedule": self.schedule,
                 "virtual_stages": self.virtual_stages,
                 "layout": self.stages,
+                "table": self.table,
             },
             "optimizer": {
                 "name": self.optimizer,
