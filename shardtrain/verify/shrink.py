@@ -23,8 +23,11 @@ def shrunk(sections: Mapping[str, Any], degrees: Mapping[str, int]) -> Sections:
     kv = min(kv_heads, max(tensor, 2) if kv_heads % max(tensor, 2) == 0 else tensor)
     # The width divides by every axis that state may be split over.
     unit = math.lcm(8, degrees["data"] * degrees["context"])
+    pipeline = sections["pipeline"]
+    parts = degrees["pipeline"] * pipeline["virtual_stages"]
+    if not (pipeline["layout"] or pipeline["table"]):  # these say how many layers, or parts
+        model["num_layers"] = min(model["num_layers"], 2 * parts)
     model |= {
-        "num_layers": min(model["num_layers"], 2 * degrees["pipeline"]),
         "num_kv_heads": kv,
         "num_heads": kv * (heads // kv_heads),
         "head_dim": 8,
