@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from shardtrain.models.config import GATED, TransformerConfig
-from shardtrain.ops.activation import gelu_tanh
+from shardtrain.ops.activation import gelu, gelu_tanh
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
 from shardtrain.ops.dropout import dropout, sample_keys
@@ -33,7 +33,7 @@ EMBED_SITE = 2**31
 """The embedding's place among the layers, for dropout."""
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,

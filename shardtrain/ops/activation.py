@@ -1,6 +1,7 @@
-"""Activations whose gradient by automatic differentiation would be slow or coarse.
+"""Activations whose gradient by automatic differentiation would be slow, coarse or large.
 
-Owns: GELU, computed in at least 32 bits and rounded once, forward and backward.
+Owns: GELU, computed in at least 32 bits and rounded once, forward and backward, with nothing kept
+but its input.
 Does not own: which activation a model uses.
 """
 
@@ -15,6 +16,32 @@ from shardtrain.ops.sums import sum_dtype
 
 SLOPE = 2 * math.sqrt(2 / math.pi)
 CUBE = 0.044715
+
+
+@jax.custom_vjp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415): `x` times the normal distribution."""
+    return _gelu_forward(x)[0]
+
+
+def _gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    wide = x.astype(sum_dtype(x.dtype))
+    return (wide * _normal(wide)).astype(x.dtype), x
+
+
+def _gelu_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    wide = x.astype(sum_dtype(x.dtype))
+    density = jnp.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
+    slope = _normal(wide) + wide * density
+    return ((g.astype(wide.dtype) * slope).astype(x.dtype),)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    share: jax.Array = 0.5 * jax.lax.erfc(-x / math.sqrt(2))
+    return share
 
 
 @jax.custom_vjp

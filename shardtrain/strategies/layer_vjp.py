@@ -5,7 +5,8 @@ is kept lies (`stage`), and what the remat policy of the layer is (`remat`).
 
 Weights, the layer's index and the context (positions, documents, keys) are there again when the
 backward comes, so they are never kept; nor is what is computed from weights alone, such as a cast
-or another shape: under every policy that is done again.
+or another shape: under every policy that is done again. Of what is the same in several forms, one
+is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from shardtrain.strategies import traced
 
@@ -66,8 +66,9 @@ class LayerVjp:
         """The layer's output, and what is kept for its backward."""
         if not self.trains:
             return self.layer(weights, index, x, context), []
-        y, leaves = self._pull(weights, index, x, context)
-        return y, [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
+        known = jax.tree.leaves((weights, index, context))
+        y, *kept = self._forward(*known, x)
+        return y, kept
 
     def backward(
         self,
@@ -95,48 +96,37 @@ class LayerVjp:
     ) -> Arrays:
         """Gradients of the `late` weights."""
         known = jax.tree.leaves((weights, index, context))
-        unused = jnp.zeros(self.x.shape, self.x.dtype)
-        return list(self._second(*known, *kept, unused, *pending))
+        return list(self._second(*known, *kept, *pending))
 
     # -- tracing
 
-    def _pull(
-        self, weights: PyTree, index: jax.Array, x: jax.Array, context: PyTree
-    ) -> tuple[jax.Array, Arrays]:
-        """The output and all that the backward function holds, as arrays."""
-        y, pull = jax.vjp(lambda w, x: self.layer(w, index, x, context), weights, x)
-        leaves, self._treedef = jax.tree.flatten(pull)
-        return y, leaves
-
     def _find_kept(self) -> None:
-        """Sorts what the backward function holds: kept, passed on, or computed from weights."""
+        """Sorts what the backward function holds: what is there again, and what must be kept."""
         known = (self.weights, self.index, self.context)
-        closed = jax.make_jaxpr(lambda known, x: self._pull(known[0], known[1], x, known[2]))(
-            known, self.x
-        )
+
+        def pull(known: PyTree, x: jax.Array) -> tuple[jax.Array, Arrays]:
+            weights, index, context = known
+            y, pull = jax.vjp(lambda w, x: self.layer(w, index, x, context), weights, x)
+            leaves, self._treedef = jax.tree.flatten(pull)
+            return y, leaves
+
+        closed = traced.inline(jax.make_jaxpr(pull)(known, self.x))
+        y, *leaves = closed.jaxpr.outvars
         num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
-        others = range(num_weights, len(closed.jaxpr.invars))
-        depends, source = traced.needs(closed, others)[1:], traced.passed_on(closed)[1:]
-        shapes = [traced.shape_of(v) for v in closed.jaxpr.outvars]
-        self._source = [None if s is None or s >= num_known else s for s in source]
-        self._is_kept = [d and s is None for d, s in zip(depends, self._source, strict=True)]
-        again = [i for i, s in enumerate(self._source) if s is None and not self._is_kept[i]]
-        self._again, self._recompute = again, traced.only(closed, [1 + i for i in again])
-        kept = zip(shapes[1:], self._is_kept, strict=True)
-        self.kept = [shape for shape, is_kept in kept if is_kept]
+        inputs = closed.jaxpr.invars
+        changing = traced.needing(closed, range(num_weights, len(inputs)))
+        sources = (traced.source(closed, v) for v in leaves if traced.is_one_of(v, changing))
+        kept = [v for v in dict.fromkeys(sources) if v not in inputs[:num_known]]
+        self.kept = [traced.shape_of(v) for v in kept]
+        self._forward = traced.part(closed, inputs, [y, *kept])
+        self._held = traced.part(closed, [*inputs[:num_known], *kept], leaves)
 
     def _backward(
         self, known: Sequence[jax.Array], kept: Sequence[jax.Array], g: jax.Array
     ) -> tuple[Arrays, jax.Array]:
         """Gradients of all weights and of the input."""
-        unused = jnp.zeros(self.x.shape, self.x.dtype)
-        again = dict(zip(self._again, self._recompute(*known, unused), strict=True))
-        stored = iter(kept)
-        leaves = [
-            known[s] if s is not None else again[i] if i in again else next(stored)
-            for i, s in enumerate(self._source)
-        ]
-        gradients, gx = jax.tree.unflatten(self._treedef, leaves)(g)
+        pull = jax.tree.unflatten(self._treedef, self._held(*known, *kept))
+        gradients, gx = pull(g)
         return jax.tree.leaves(gradients), gx
 
     def _cut(self) -> None:
@@ -150,9 +140,11 @@ class LayerVjp:
             return (gx, *gradients)
 
         closed = traced.inline(jax.make_jaxpr(backward)(*known, *self.kept, self.x))
-        assert len(closed.jaxpr.invars) == num_known + num_kept + 1
+        lasting = closed.jaxpr.invars[: num_known + num_kept]  # all but the output's gradient
         every = [1 + i for i in self.early]
-        moved, self._first, self._second, pending = traced.split_products(closed, [0], every)
+        moved, self._first, self._second, pending = traced.split_products(
+            closed, lasting, [0], every
+        )
         self.late = [i - 1 for i in moved]
         self.early = [i for i in self.early if i not in self.late]
         self.pending = pending

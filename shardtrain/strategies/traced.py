@@ -10,47 +10,79 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
+FORMS = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "name",
+    "sharding_constraint",
+    "copy",
+)
+"""Operations of one operand whose result says nothing new."""
 INLINED = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 """Calls that `inline` looks into: their jaxpr is all that they do."""
 
 
-def needs(closed: ClosedJaxpr, inputs: Iterable[int]) -> list[bool]:
-    """Whether each output is computed from any of these inputs.
+def needing(closed: ClosedJaxpr, inputs: Iterable[int]) -> set[Var]:
+    """All that is computed from any of these inputs, with them.
 
     Args:
         closed: the traced function.
         inputs: positions among its inputs.
     """
+    found = {closed.jaxpr.invars[i] for i in inputs}
+    for eqn in closed.jaxpr.eqns:
+        if any(is_one_of(v, found) for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def is_one_of(value: Any, some: Collection[Var]) -> bool:
+    """Whether a value of a jaxpr is among some variables; a constant is none."""
+    return isinstance(value, Var) and value in some
+
+
+def source(closed: ClosedJaxpr, var: Var) -> Var:
+    """What a value is another form of: another shape, order of dims, or wider type."""
+    made_by = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+    while var in made_by and made_by[var].primitive.name in FORMS:
+        before = made_by[var].invars[0]
+        if not isinstance(before, Var) or _size(before) > _size(var):
+            break
+        var = before
+    return var
+
+
+def _size(var: Var) -> int:
+    aval: Any = var.aval
+    return int(aval.size * aval.dtype.itemsize)
+
+
+def part(closed: ClosedJaxpr, inputs: Sequence[Var], outputs: Sequence[Any]) -> Any:
+    """The function of some values that computes others and nothing else.
+
+    Args:
+        closed: the traced function.
+        inputs: variables of it, from which all outputs can be computed.
+        outputs: variables of it.
+    """
     jaxpr = closed.jaxpr
-    tainted = {jaxpr.invars[i] for i in inputs}
-    for eqn in jaxpr.eqns:
-        if any(isinstance(v, Var) and v in tainted for v in eqn.invars):
-            tainted.update(eqn.outvars)
-    return [isinstance(v, Var) and v in tainted for v in jaxpr.outvars]
+    eqns = _needed(jaxpr.eqns, inputs, outputs)
+    piece = jaxpr.replace(invars=list(inputs), eqns=eqns, outvars=list(outputs))
+    return jaxpr_as_fun(ClosedJaxpr(piece, closed.consts))
 
 
-def passed_on(closed: ClosedJaxpr) -> list[int | None]:
-    """For each output, the position of the input that it is; None for what is computed."""
-    inputs = {var: i for i, var in enumerate(closed.jaxpr.invars)}
-    return [None if isinstance(v, Literal) else inputs.get(v) for v in closed.jaxpr.outvars]
-
-
-def only(closed: ClosedJaxpr, outputs: Sequence[int]) -> Any:
-    """The function that computes these outputs and nothing else, from all inputs."""
-    jaxpr = closed.jaxpr
-    outvars = [jaxpr.outvars[i] for i in outputs]
-    eqns = _needed(jaxpr.eqns, outvars)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
-
-
-def _needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """The equations that some variables need, in order."""
-    wanted = {v for v in outvars if isinstance(v, Var)}
+def _needed(eqns: Sequence[Any], given: Collection[Any], outvars: Iterable[Any]) -> list[Any]:
+    """The equations that some variables need beside given ones, in order."""
+    wanted = {v for v in outvars if isinstance(v, Var)} - set(given)
     kept = []
     for eqn in reversed(eqns):
         if any(v in wanted for v in eqn.outvars):
             kept.append(eqn)
-            wanted.update(v for v in eqn.invars if isinstance(v, Var))
+            wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
     return kept[::-1]
 
 
@@ -90,7 +122,7 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def split_products(
-    closed: ClosedJaxpr, early: Collection[int], late: Collection[int]
+    closed: ClosedJaxpr, lasting: Sequence[Var], early: Sequence[int], late: Sequence[int]
 ) -> tuple[list[int], Any, Any, list[Any]]:
     """Cuts a function in two: the first computes some outputs, the second the products for others.
 
@@ -99,49 +131,34 @@ def split_products(
 
     Args:
         closed: the traced function, inlined.
+        lasting: those of its inputs that the second function can have too.
         early: positions of the outputs that cannot wait.
         late: positions of those that can.
 
     Returns:
         The positions that moved; the first function, from all inputs to (all outputs that stay, in
-        order; what the second needs of its work); the second, from (all inputs, the latter) to the
-        outputs that moved, in order; and the shapes of what is passed between them.
+        order; what the second needs of its work); the second, from (lasting inputs, the latter) to
+        the outputs that moved, in order; and the shapes of what is passed between them.
     """
     jaxpr = closed.jaxpr
-    urgent = _needed(jaxpr.eqns, [jaxpr.outvars[i] for i in early])
-    urgent_ids = {id(eqn) for eqn in urgent}
+    urgent = _needed(jaxpr.eqns, (), [jaxpr.outvars[i] for i in early])
+    is_urgent = {id(eqn) for eqn in urgent}
     waits: set[Any] = set()
-    late_eqns = []
+    waiting = []
     for eqn in jaxpr.eqns:
-        if id(eqn) in urgent_ids:
+        if id(eqn) in is_urgent:
             continue
         product = eqn.primitive.name == "dot_general"
-        if product or any(isinstance(v, Var) and v in waits for v in eqn.invars):
+        if product or any(is_one_of(v, waits) for v in eqn.invars):
             waits.update(eqn.outvars)
-            late_eqns.append(eqn)
-    moved = [i for i in late if isinstance(jaxpr.outvars[i], Var) and jaxpr.outvars[i] in waits]
-    stays = [i for i in range(len(jaxpr.outvars)) if i not in moved]
-    late_eqns = _needed(late_eqns, [jaxpr.outvars[i] for i in moved])
-    made = {v for eqn in late_eqns for v in eqn.outvars}
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    between = list(
-        dict.fromkeys(
-            v
-            for eqn in late_eqns
-            for v in eqn.invars
-            if isinstance(v, Var) and v not in made and v not in given
-        )
-    )
-    first_out = [*(jaxpr.outvars[i] for i in stays), *between]
-    first = jaxpr.replace(eqns=_needed(jaxpr.eqns, first_out), outvars=first_out)
-    second = jaxpr.replace(
-        invars=[*jaxpr.invars, *between],
-        eqns=late_eqns,
-        outvars=[jaxpr.outvars[i] for i in moved],
-    )
-    return (
-        moved,
-        jaxpr_as_fun(ClosedJaxpr(first, closed.consts)),
-        jaxpr_as_fun(ClosedJaxpr(second, closed.consts)),
-        [shape_of(v) for v in between],
-    )
+            waiting.append(eqn)
+    moved = [i for i in late if is_one_of(jaxpr.outvars[i], waits)]
+    last = [jaxpr.outvars[i] for i in moved]
+    waiting = _needed(waiting, (), last)
+    made = {v for eqn in waiting for v in eqn.outvars} | {*lasting, *jaxpr.constvars}
+    read = (v for eqn in waiting for v in eqn.invars if isinstance(v, Var))
+    between = list(dict.fromkeys(v for v in read if v not in made))
+    stays = [v for i, v in enumerate(jaxpr.outvars) if i not in moved]
+    first = part(closed, jaxpr.invars, [*stays, *between])
+    second = part(closed, [*lasting, *between], last)
+    return moved, first, second, [shape_of(v) for v in between]

@@ -1,8 +1,8 @@
 """What a pipeline promises about memory and sends, read from programs compiled for H100s.
 
 Four stages of two data shards. Microbatches have one size, so that a step of more of them is longer
-and nothing else: what a schedule holds at once must not grow with it, and the simulator must say how
-much that is.
+and nothing else: what a schedule holds at once must not grow with it, and the simulator must say
+how much that is.
 """
 
 import math
@@ -18,7 +18,7 @@ from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
 from shardtrain.plan.targets import Target, missing_parts
-from shardtrain.run import lower_step, make_program, make_report
+from shardtrain.run import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate

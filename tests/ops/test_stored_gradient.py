@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.ops.norm import layer_norm
 from shardtrain.ops.stored_gradient import stored_gradient
 
 
@@ -21,12 +20,11 @@ def test_changes_no_bit():
 
 def most_operands(fence):
     """Of one fused loop, in the gradient of eight residual layers."""
-    scale = jnp.ones(16)
 
     def loss(x, ws):
         for i in range(8):
             x = fence(x)
-            x = x + layer_norm(x, scale) @ ws[i]
+            x = x + (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)) @ ws[i]
         return (x * x).sum()
 
     shapes = jnp.zeros((2, 32, 16)), jnp.zeros((8, 16, 16))
