@@ -206,6 +206,13 @@ def owner_of(path: str, params: Collection[str]) -> str:
     return next((end for end in ends if end in params), "")
 
 
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one dim, from its entry in a partition."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def constrain_tree(tree: PyTree, shardings: PyTree) -> PyTree:
     """Says where every leaf of a tree is, inside a traced function."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

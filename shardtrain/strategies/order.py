@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.placement import Names
+from shardtrain.sharding.placement import Names, mesh_axes, split_size
 from shardtrain.strategies.schedules.table import NOTHING
 
 PyTree = Any
@@ -118,20 +118,13 @@ def model_order_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> Nam
     """
     mesh = sharding.mesh
     spec = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
-    first = _axes(spec[0])
-    pieces = int(np.prod([mesh.shape[axis] for axis in first]))
-    if shape[0] % pieces == 0:
+    first = mesh_axes(spec[0])
+    if shape[0] % split_size(mesh, first) == 0:
         return sharding
     spec[0] = None
     for dim in sorted(range(1, len(shape)), key=lambda d: -shape[d]):
-        axes = (*_axes(spec[dim]), *first)
-        if shape[dim] % int(np.prod([mesh.shape[axis] for axis in axes])) == 0:
+        axes = (*mesh_axes(spec[dim]), *first)
+        if shape[dim] % split_size(mesh, axes) == 0:
             spec[dim] = axes
             break
     return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

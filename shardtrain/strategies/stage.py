@@ -5,7 +5,7 @@ data shard. Does not own: the `shard_map` around it, where parameters rest and h
 reduced (`pipeline`), tables (`schedules`), one layer (`layer_vjp`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,44 +13,32 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.sharding.rules import constrain
-from shardtrain.strategies.layer_vjp import Arrays, LayerVjp
+from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.parts import Cut, Sums
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import NOTHING, Schedule
+from shardtrain.strategies.shards import AXIS, Arrays, Shard
 
 PyTree = Any
 Cell = dict[str, jax.Array]
 """What one stage does in one tick: the entry of each of the table's columns."""
-AXIS = "pipeline"
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What a stage runs, as functions of what lies on this device."""
+    """What a stage runs, and on what."""
 
     cut: Cut
     layer: Callable[..., jax.Array]
     """`cut.layer` under its remat policy."""
-    value: Callable[[Sums], jax.Array]
-    """What sums contribute to the loss."""
+    shard: Shard
+    """The parameters of this device."""
     batch: PyTree
     """Leaves [microbatches, batch, ...]."""
     key: jax.Array | None
     """The step's dropout key."""
-    params: PyTree
-    """All parameters as they rest."""
-    ends: Callable[[], PyTree]
-    """The parameters that belong to no layer, as they are used."""
-    with_layers: Callable[[PyTree], PyTree]
-    """All parameters, from those."""
-    weights: Callable[[Any], PyTree]
-    """One layer's parameters as they are used, from its place."""
-    zeros: Callable[[], tuple[Arrays, PyTree]]
-    """Sums of no gradients: of the leaves of the stacked layers, and of the ends."""
-    add_layer: Callable[[Arrays, Sequence[int], Any, Arrays], Arrays]
-    """(sums, leaves, place, gradients of these leaves) -> sums."""
-    add_ends: Callable[[PyTree, PyTree], PyTree]
-    """(sums, gradients) -> sums."""
+    value: Callable[[Sums], jax.Array] | None
+    """What sums contribute to the loss; None where there is no backward."""
 
 
 @jax.tree_util.register_dataclass
@@ -76,9 +64,7 @@ class Carry:
 class Stage:
     """One stage of one data shard."""
 
-    def __init__(
-        self, model: Model, schedule: Schedule, layout: Layout, loop: str, *, trains: bool
-    ) -> None:
+    def __init__(self, model: Model, schedule: Schedule, layout: Layout, loop: str) -> None:
         """Traces the pieces for their shapes.
 
         Args:
@@ -86,10 +72,9 @@ class Stage:
             schedule: a proven table, or its forwards alone.
             layout: the layers of each virtual stage.
             loop: how the layers of a virtual stage run: "scan" or "unroll".
-            trains: whether the table has backwards.
         """
         self.model, self.work, self.slots = model, schedule.work, schedule.slots
-        self.loop, self.trains = loop, trains
+        self.shard, self.loop, self.trains = model.shard, loop, model.value is not None
         self.columns = {name: jnp.asarray(c) for name, c in schedule.columns().items()}
         self.index = jax.lax.axis_index(AXIS)
         self.num_slots = layout.num_slots
@@ -98,14 +83,18 @@ class Stage:
         # The layer in each of this stage's places [virtual stages x slots].
         self.layers = jnp.asarray(rows, jnp.int32)[self.index]
         part, context = jax.eval_shape(self.microbatch, jnp.int32(0))
-        self.hidden = jax.eval_shape(self.embed, part, context)
+        self.hidden = jax.eval_shape(
+            lambda part, context: self.embed(self.shard.whole(self.shard.ends), part, context),
+            part,
+            context,
+        )
         self.layer = LayerVjp(
             model.layer,
-            jax.eval_shape(lambda: model.weights(0)),
+            jax.eval_shape(self.shard.layer, 0),
             jax.ShapeDtypeStruct((), jnp.uint32),
             self.hidden,
             context,
-            trains=trains,
+            trains=self.trains,
             split=self.work.split,
         )
 
@@ -116,7 +105,7 @@ class Stage:
             The sums, and the gradients of the layers' leaves and of the ends, of this stage and
             data shard.
         """
-        layers, ends = self.model.zeros() if self.trains else ([], {})
+        layers, ends = self.shard.no_gradients() if self.trains else ([], {})
         carry = Carry(
             activation=self.streams("activation"),
             gradient=self.streams("gradient"),
@@ -172,7 +161,7 @@ class Stage:
         part, context = self.microbatch(cell["forward_micro"])
         x = jax.lax.cond(
             (self.index == 0) & (virtual == 0),
-            lambda: self.embed(part, context),
+            lambda: self.embed(self.shard.whole(self.shard.ends), part, context),
             lambda: stream(at(carry.activation, cell["forward_activation"])),
         )
 
@@ -181,9 +170,7 @@ class Stage:
             place, index = self.place(virtual, slot)
             x, kept = self.if_layer(
                 index,
-                lambda x: self.layer.forward(
-                    self.model.weights(place), unsigned(index), x, context
-                ),
+                lambda x: self.layer.forward(self.shard.layer(place), unsigned(index), x, context),
                 lambda x: (x, zeros_of(self.layer.kept)),
                 x,
             )
@@ -201,30 +188,30 @@ class Stage:
 
     def head(self, carry: Carry, cell: Cell, y: jax.Array, part: PyTree) -> Carry:
         """The loss and at once its gradient, so that nothing of the vocabulary's size is kept."""
-        model = self.model
-        if not self.trains:
-            found = model.cut.head(model.with_layers(model.ends()), y, part)
+        model, shard, value_of = self.model, self.shard, self.model.value
+        if value_of is None:
+            found = model.cut.head(shard.whole(shard.ends), y, part)
             return replace(carry, sums=add(carry.sums, found))
 
         def loss(ends: PyTree, y: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = model.cut.head(model.with_layers(ends), y, part)
-            value = model.value(sums)
+            sums = model.cut.head(shard.whole(ends), y, part)
+            value = value_of(sums)
             return value, {**sums, "loss": value}
 
-        (ends, gy), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(model.ends(), y)
+        (ends, gy), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(shard.ends, y)
         gradient = carry.gradient.at[cell["forward_gradient"]].set(stream(gy))
         return replace(
             carry,
             sums=add(carry.sums, sums),
             gradient=streams(gradient),
-            ends=model.add_ends(carry.ends, ends),
+            ends=shard.add_ends(carry.ends, ends),
         )
 
     def backward(self, carry: Carry, cell: Cell) -> tuple[Carry, jax.Array]:
         """The gradient of one microbatch back through the layers of one virtual stage."""
         virtual = cell["backward_virtual"]
         part, context = self.microbatch(cell["backward_micro"])
-        vjp, model = self.layer, self.model
+        vjp, shard = self.layer, self.shard
 
         def layer(slot: Any, passing: Any) -> Any:
             g, layers, pending = passing
@@ -232,9 +219,9 @@ class Stage:
             kept = [b[cell["backward_residual"], slot] for b in carry.residual]
 
             def do(g: jax.Array, layers: Arrays) -> Any:
-                weights = model.weights(place)
+                weights = shard.layer(place)
                 new, g, left = vjp.backward(weights, unsigned(index), kept, g, context)
-                return stream(g), model.add_layer(layers, vjp.early, place, new), left
+                return stream(g), shard.add_layer(layers, vjp.early, place, new), left
 
             g, layers, left = self.if_layer(
                 index, do, lambda g, layers: (g, layers, zeros_of(vjp.pending)), g, layers
@@ -248,10 +235,10 @@ class Stage:
 
         def embedded(ends: PyTree) -> PyTree:
             def embed(ends: PyTree) -> jax.Array:
-                return stream(model.cut.embed(model.with_layers(ends), part, context))
+                return self.embed(shard.whole(ends), part, context)
 
-            (new,) = jax.vjp(embed, model.ends())[1](gx)
-            return model.add_ends(ends, new)
+            (new,) = jax.vjp(embed, shard.ends)[1](gx)
+            return shard.add_ends(ends, new)
 
         ends = jax.lax.cond(
             (self.index == 0) & (virtual == 0), embedded, lambda ends: ends, carry.ends
@@ -262,7 +249,7 @@ class Stage:
         """The gradients of one virtual stage's matrices that its backward has left."""
         virtual = cell["weight_virtual"]
         _, context = self.microbatch(cell["weight_micro"])
-        vjp, model = self.layer, self.model
+        vjp, shard = self.layer, self.shard
 
         def layer(slot: Any, layers: Arrays) -> Any:
             place, index = self.place(virtual, slot)
@@ -270,9 +257,9 @@ class Stage:
             pending = [b[cell["weight_pending"], slot] for b in carry.pending]
 
             def do(layers: Arrays) -> Arrays:
-                weights = model.weights(place)
+                weights = shard.layer(place)
                 new = vjp.late_gradients(weights, unsigned(index), kept, pending, context)
-                return model.add_layer(layers, vjp.late, place, new)
+                return shard.add_layer(layers, vjp.late, place, new)
 
             return self.if_layer(index, do, lambda layers: layers, layers)
 
@@ -283,11 +270,10 @@ class Stage:
     def microbatch(self, index: jax.Array) -> tuple[PyTree, PyTree]:
         """One microbatch of this data shard, and what every layer reads of it."""
         part = jax.tree.map(lambda leaf: at(leaf, index), self.model.batch)
-        return part, self.model.cut.context(self.model.params, part, self.model.key)
+        return part, self.model.cut.context(self.shard.params, part, self.model.key)
 
-    def embed(self, part: PyTree, context: PyTree) -> jax.Array:
+    def embed(self, params: PyTree, part: PyTree, context: PyTree) -> jax.Array:
         """The first layer's input."""
-        params = self.model.with_layers(self.model.ends())
         return stream(self.model.cut.embed(params, part, context))
 
     def place(self, virtual: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
@@ -319,9 +305,10 @@ class Stage:
 
         def shapes() -> Sums:
             part, _ = self.microbatch(jnp.int32(0))
-            params = self.model.with_layers(self.model.ends())
+            params = self.shard.whole(self.shard.ends)
             sums = self.model.cut.head(params, self.nothing(), part)
-            return {**sums, "loss": self.model.value(sums)} if self.trains else sums
+            value = self.model.value
+            return sums if value is None else {**sums, "loss": value(sums)}
 
         return zeros_of(jax.eval_shape(shapes))  # type: ignore[no-any-return]
 
