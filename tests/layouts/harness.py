@@ -9,6 +9,7 @@ import numpy as np
 
 from shardtrain.config import load_config
 from shardtrain.run import make_program
+from shardtrain.train.build import Program
 from shardtrain.verify.compare import Comparison, Subject, compare
 
 LENGTH, VOCAB = 16, 32
@@ -164,28 +165,56 @@ def synthetic_rows(cursor: int, batch: int, *, documents: bool) -> dict[str, np.
     return rows
 
 
+def one_document(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same rows, where nothing is said of documents with one to each row."""
+    shape = rows["tokens"].shape
+    whole = {
+        "segments": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
+    }
+    return whole | rows
+
+
 def subject(case: Case) -> Subject:
     """The case as a program with batches."""
-    config = load_config(case.sections())
-    count = int(np.prod(list(config.mesh.model_dump().values())))
-    program = make_program(config, vocab_size=VOCAB, devices=jax.devices()[:count])
-    microbatches = case.microbatches
+    program = program_of(case)
 
     def batch_at(cursor: int) -> dict[str, jax.Array]:
-        rows = synthetic_rows(cursor, case.batch, documents=case.documents)
-        cut = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in rows.items()}
-        return {k: jax.device_put(v, program.batch_sharding(v.ndim)) for k, v in cut.items()}
+        return put(synthetic_rows(cursor, case.batch, documents=case.documents), program)
 
     return Subject(program, batch_at)
 
 
-@lru_cache(maxsize=64)
-def _reference(case: Case) -> Subject:
-    return subject(case)
+def program_of(case: Case) -> Program:
+    """The program of a case, on the first devices."""
+    config = load_config(case.sections())
+    count = int(np.prod(list(config.mesh.model_dump().values())))
+    return make_program(config, vocab_size=VOCAB, devices=jax.devices()[:count])
+
+
+def put(rows: dict[str, np.ndarray], program: Program) -> dict[str, jax.Array]:
+    """Rows as a batch on the program's devices."""
+    microbatches = program.layout.microbatches
+    cut = {k: v.reshape(microbatches, -1, *v.shape[1:]) for k, v in rows.items()}
+    return {k: jax.device_put(v, program.batch_sharding(v.ndim)) for k, v in cut.items()}
+
+
+_reference = lru_cache(maxsize=64)(program_of)
+
+
+def reference(case: Case) -> Subject:
+    """One device's answer. One program serves rows of one and of several documents."""
+    program = _reference(dataclasses.replace(case.on_one_device(), documents=True))
+
+    def batch_at(cursor: int) -> dict[str, jax.Array]:
+        rows = synthetic_rows(cursor, case.batch, documents=case.documents)
+        return put(one_document(rows), program)
+
+    return Subject(program, batch_at)
 
 
 def difference(case: Case) -> Comparison:
     """The case against one device, over `STEPS` updates."""
     bound = {"float64": 1e-9, "float32": 1e-5, "bfloat16": BFLOAT16_BOUND}[case.precision]
     with jax.enable_x64(case.precision == "float64"):
-        return compare(subject(case), _reference(case.on_one_device()), steps=STEPS, bound=bound)
+        return compare(subject(case), reference(case), steps=STEPS, bound=bound)
