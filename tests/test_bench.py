@@ -84,8 +84,8 @@ class Chip:
 @pytest.mark.parametrize("kind", PEAK_FLOPS)
 def test_utilisation_of_known_chips(kind: str) -> None:
     chips: list[Any] = [Chip(kind)] * 4
-    peak = PEAK_FLOPS[kind]["bfloat16"]
-    assert utilisation(peak, chips, "bfloat16") == 0.25
+    for precision, peak in PEAK_FLOPS[kind].items():
+        assert utilisation(peak, chips, precision) == 0.25
 
 
 def test_utilisation_of_an_unknown_chip_is_unknown() -> None:

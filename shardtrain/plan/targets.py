@@ -1,7 +1,7 @@
 """GPUs that are not here: which ones the compiler knows, and device objects to compile for.
 
-Owns: names of targets, their descriptions, which are read at run time out of XLA's CUDA plug-in
-(jax 0.12 and newer carry them as text), and the cure where the plug-in is missing.
+Owns: which chips of the table are targets, their descriptions, which are read at run time out of
+XLA's CUDA plug-in (jax 0.12 and newer carry them as text), and the cure where it is missing.
 Does not own: compiling (`compiling`, in a child process, because the compiler may abort).
 """
 
@@ -16,23 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardtrain.errors import ConfigError, UserError
+from shardtrain.sharding import chips
 
 if TYPE_CHECKING:
     import jax
 
 CHIPS: Final[Mapping[str, str]] = {
-    "v100": "Tesla V100-SXM2-16GB",
-    "a100-40": "NVIDIA A100-SXM4-40GB",
-    "a100-80": "NVIDIA A100-SXM4-80GB",
-    "a6000": "NVIDIA RTX A6000",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h100-pcie": "NVIDIA H100 PCIe",
-    "h200": "NVIDIA H200 141GB HBM3e",
-    "b200": "NVIDIA B200",
-    "gb200": "NVIDIA GB200",
-    "b300": "NVIDIA B300",
-    "gb300": "NVIDIA GB300",
-    "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell",
+    chip.name: chip.compiler_name for chip in chips.CHIPS.values() if chip.compiler_name
 }
 """Our name of each chip and the compiler's."""
 
@@ -52,11 +42,14 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.chip not in CHIPS:
+            row = chips.CHIPS.get(self.chip)
+            nearest = row.compile_as if row else None
             raise ConfigError(
                 "the compiler has no such chip",
                 where="target",
                 value=self.chip,
                 allowed=", ".join(CHIPS),
+                cure=f"{nearest} is the nearest that it has" if nearest else "",
             )
 
     def __str__(self) -> str:

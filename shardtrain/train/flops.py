@@ -2,24 +2,21 @@
 
 Owns the convention: forward plus twice that for the backward, recomputation not counted (that would
 be hardware FLOPs), over the dense peak of the chip at the run's precision (Chowdhery et al. 2022,
-arXiv 2204.02311). A chip that is not in the table has no percentage rather than a wrong one.
+arXiv 2204.02311). A chip that is not in the table (`shardtrain/sharding/chips.py`) has no
+percentage rather than a wrong one.
 """
+
+from collections.abc import Mapping
+from typing import Final
 
 import jax
 
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    # device_kind: dense FLOP/s by precision, from NVIDIA's datasheets (no sparsity) and Google's
-    # TPU system pages. float32 on NVIDIA is the rate without TF32.
-    "NVIDIA A100-SXM4-40GB": {"bfloat16": 312e12, "float32": 19.5e12, "float64": 9.7e12},
-    "NVIDIA A100-SXM4-80GB": {"bfloat16": 312e12, "float32": 19.5e12, "float64": 9.7e12},
-    "NVIDIA H100 80GB HBM3": {"bfloat16": 989.4e12, "float32": 66.9e12, "float64": 33.5e12},
-    "NVIDIA H200": {"bfloat16": 989.4e12, "float32": 66.9e12, "float64": 33.5e12},
-    "NVIDIA B200": {"bfloat16": 2250e12, "float32": 75e12, "float64": 37e12},
-    "TPU v4": {"bfloat16": 275e12},
-    "TPU v5 lite": {"bfloat16": 197e12},
-    "TPU v5p": {"bfloat16": 459e12},
-    "TPU v6 lite": {"bfloat16": 918e12},
+from shardtrain.sharding.chips import KNOWN_KINDS
+
+PEAK_FLOPS: Final[Mapping[str, Mapping[str, float]]] = {
+    kind: chip.flops for kind, chip in KNOWN_KINDS.items() if chip.flops
 }
+"""Dense FLOP/s by precision, by `device_kind`. float32 on NVIDIA is the rate without TF32."""
 
 
 def peak_flops(device: jax.Device, precision: str) -> float | None:

@@ -69,7 +69,7 @@ def test_the_file(here: Path, capsys: Capture, old: str, new: str, message: str)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh.pipeline 4", "mesh.pipeline=4: model.num_layers=2 is not divisible"),
+        ("--mesh.pipeline 4", "model.num_layers=2: too few for 4 parts: one would be empty"),
         ("--model.vocab_size 257 --mesh.tensor 2", "the vocabulary's 257 rows are not divisible"),
         ("--model.vocab_size 100", "has 256 tokens; use 256 or more"),
         ("--data.path absent.txt", "data.path: there is no such file or folder"),
