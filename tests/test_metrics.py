@@ -285,3 +285,14 @@ def test_mlflow_goes_on_under_its_run_id(tmp_path, monkeypatch):
     assert ("r1", "loss", 1.0, 2) in calls
     assert ("r1", "sample-2.txt", "text") in calls
     assert calls[-1] == ("end", "r1")
+
+
+def test_what_is_flushed_survives_a_kill(tmp_path):
+    """Read while the writer is open: nothing waits in a thread or a buffer after `flush`."""
+    trackers = make_trackers(["tensorboard"], tmp_path, run_name="r", config={})
+    for step in range(1, 201):
+        trackers.row(step, {"loss": float(step)})
+    trackers.flush()
+    points = read_tensorboard(tmp_path / "tensorboard")
+    assert [step for tag, step in points if tag == "loss"] == list(range(1, 201))
+    trackers.close()

@@ -10,6 +10,7 @@ never sees them twice.
 """
 
 import importlib.util
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -198,33 +199,43 @@ class TensorBoard:
             directory: The folder of the event files.
             resumed_at: The restored step; what was logged after it is hidden.
         """
-        from tensorboardX import SummaryWriter
+        # Not SummaryWriter, whose `flush` leaves in memory what its thread has not got to yet.
+        from tensorboardX import proto, summary
+        from tensorboardX.event_file_writer import EventsWriter
 
-        self._writer = SummaryWriter(
-            str(directory),
-            purge_step=resumed_at + 1 if any(directory.glob("events.*")) else None,
-            flush_secs=_FLUSH_SECONDS,
-            # Two files of one second would have one name.
-            filename_suffix=f".{uuid.uuid4().hex[:8]}",
-        )
+        goes_on = any(directory.glob("events.*"))
+        directory.mkdir(parents=True, exist_ok=True)
+        # Two files of one second would have one name.
+        self._writer = EventsWriter(str(directory / "events"), f".{uuid.uuid4().hex[:8]}")
+        self._summary, self._proto = summary, proto.event_pb2
+        self._flushed = time.monotonic()
+        if goes_on:
+            start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            self._write(resumed_at + 1, session_log=start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._write(step, summary=self._summary.scalar(name, value))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
         """Add a text, shown as it is."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
-        self._writer.add_text(name, indented, step)
+        self._write(step, summary=self._summary.text(name, indented))
 
     def flush(self) -> None:
         """Write what is waiting."""
         self._writer.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
+
+    def _write(self, step: int, **what: Any) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), step=step, **what))
 
 
 class WeightsAndBiases:

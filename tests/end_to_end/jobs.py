@@ -239,4 +239,5 @@ def assert_curves(folder: Path) -> None:
     curves = read_curves(folder)
     for name in ("loss", "val_loss", "grad_norm", "tokens_per_second"):
         values = [(row["step"], row[name]) for row in rows(folder, "step", name) if name in row]
-        assert curves[name] == [(step, pytest.approx(value)) for step, value in values], name
+        expected = [(step, pytest.approx(value)) for step, value in values]
+        assert curves[name] == expected, name
