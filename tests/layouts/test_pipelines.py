@@ -58,7 +58,7 @@ def covering() -> list[Case]:
     rng = random.Random(0)
     seen: set[tuple[object, ...]] = set()
     cases = []
-    for schedule, mesh in itertools.product(VIRTUAL, PIPELINES):
+    for schedule, mesh in itertools.product(VIRTUAL, GRID["mesh"]):
         options = {"schedule": (schedule,), "mesh": (mesh,), "zero": (0, 1, 2, 3), **CHOICES}
         drawn = ({name: rng.choice(v) for name, v in options.items()} for _ in range(300))
         best = max((c for c in drawn if pipelined(c)), key=lambda c: len(pairs_of(c) - seen))
@@ -70,13 +70,15 @@ def covering() -> list[Case]:
 SMALL = Case(mesh="pp2 dp2", microbatches=4, num_layers=3, stages="E1,2H")
 OTHERS = [
     Case(mesh="pp2", microbatches=1, num_layers=3),
+    Case(mesh="pp2 r2 dp2", microbatches=4, num_layers=3, zero=3, remat="full"),
     Case(mesh="pp4", microbatches=2, num_layers=4, style="bloom"),
     Case(mesh="pp2", microbatches=2, num_layers=7),
     dataclasses.replace(SMALL, optimizer="adafactor", zero=3, style="llama"),
     dataclasses.replace(SMALL, optimizer="muon", zero=1),
     dataclasses.replace(SMALL, optimizer="lion", zero=2, style="llama"),
 ]
-"""Fewer microbatches than stages, layers that do not divide, and optimizers that mix a matrix."""
+"""Fewer microbatches than stages, layers that do not divide, hybrid sharding, and optimizers that
+mix the entries of a matrix."""
 ROUNDED = [
     dataclasses.replace(SMALL, precision="bfloat16", zero=1),
     Case(mesh="pp2 dp2 tp2", precision="bfloat16", microbatches=4, zero=3, style="llama"),
