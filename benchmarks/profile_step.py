@@ -23,7 +23,7 @@ PARTS = (
     ("loss", ("cross_entropy.py",)),
     ("attention", ("ops/attention.py",)),
     ("products", ("ops/dense.py",)),
-    ("norms", ("ops/norm.py", "ops/stored_gradient.py")),
+    ("norms", ("ops/norm.py",)),
     ("activation", ("ops/activation.py",)),
     ("embedding", ("ops/embedding.py",)),
     ("residual stream", ("models/transformer.py",)),

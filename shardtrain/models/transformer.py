@@ -23,7 +23,6 @@ from shardtrain.ops.dropout import dropout, sample_keys
 from shardtrain.ops.embedding import embedding
 from shardtrain.ops.norm import layer_norm, rms_norm
 from shardtrain.ops.position import alibi_slopes, default_positions, rotary
-from shardtrain.ops.stored_gradient import stored_gradient
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import constrain
 from shardtrain.strategies.stack import Stack
@@ -207,11 +206,9 @@ class Block(nnx.Module):
             index: the layer's place in the model.
             context: positions, segments and dropout keys.
         """
-        x = stored_gradient(x)
         h = normed(self.attention_norm(x))
         h = residual(self.attention(h, context), "attention_out")
         x = x + dropout(h, self.dropout, context.keys, index, 0)
-        x = stored_gradient(x)
         h = normed(self.mlp_norm(x))
         h = residual(self.mlp(h), "mlp_out")
         return x + dropout(h, self.dropout, context.keys, index, 1)
@@ -285,7 +282,7 @@ class Transformer(nnx.Module):
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
         """Scores of the next token in at least 32 bits; columns past `vocab_size` are padding."""
-        x = normed(self.norm(stored_gradient(x)))
+        x = normed(self.norm(x))
         table = self.embedding if self.head is None else self.head
         scores = dense(x, table[...], transposed=True, wide=True)
         return constrain(scores, "batch", "length", "vocab")
