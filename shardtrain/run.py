@@ -246,7 +246,7 @@ def make_report(program: Program) -> Report:
         program.placement,
         params=program.shapes.params,
         opt_state=program.shapes.opt_state,
-        gradient_dtype=program.policy.gradient_dtype(program.layout.microbatches),
+        gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
     )
 
 

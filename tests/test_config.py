@@ -341,11 +341,23 @@ def test_the_message_of_the_design() -> None:
         ),
         (
             {"mesh.pipeline": 2, "sharding.rules": {"layers": "data"}},
-            "sharding.rules.layers: the stages of a pipeline share the layers",
+            "sharding.rules.layers: a pipeline shares layers among stages",
         ),
         (
             {"mesh.pipeline": 2, "sharding.rules": {"embed": "pipeline"}},
-            "sharding.rules.embed: the stages of a pipeline share the layers",
+            "sharding.rules.embed: a pipeline shares layers among stages",
+        ),
+        (
+            {"mesh.pipeline": 2, "mesh.replica": 2, "sharding.rules": {"mlp": "replica"}},
+            "sharding.rules.mlp: a pipeline shares layers among stages and samples",
+        ),
+        (
+            {"mesh.pipeline": 2, "sharding.rules": {"batch": "data"}},
+            "sharding.rules.batch: a pipeline shares layers among stages and samples",
+        ),
+        (
+            {"mesh.pipeline": 2, "sharding.rules": {"residual_length": "data"}},
+            "sharding.rules.residual_length: a pipeline shares layers",
         ),
         (
             {"data.batch_size": 10, "mesh.data": 4},

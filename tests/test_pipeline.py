@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.config import RunConfig, load_config
 from shardtrain.errors import ConfigError, ShardingError
 from shardtrain.run import abstract_batch, make_program, make_runner
+from shardtrain.sharding.mesh import make_mesh
 from shardtrain.strategies.layer_vjp import LayerVjp
+from shardtrain.strategies.order import LayerOrder, model_order_sharding, take_rows
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules import kinds
 from shardtrain.strategies.schedules.csv_file import write_table
 from shardtrain.strategies.schedules.kinds import make_schedule
+from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import Times
 from shardtrain.train import step as step_module
 from shardtrain.train.build import Program
@@ -161,6 +166,41 @@ def test_padding_stays_zero_while_the_model_trains() -> None:
     assert moved
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("layout", ["interleaved", "uneven"])
+def test_a_stack_is_moved_one_layer_at_a_time(layout, dtype) -> None:
+    """Bit for bit, both ways; and no device ever holds the whole stack."""
+    layers = {"interleaved": Layout(4, 2, (1,) * 8), "uneven": Layout(4, 1, (2, 2, 2, 1))}[layout]
+    order = LayerOrder.of(layers.rows())
+    width = 64
+    mesh = make_mesh(pipeline=4, data=2)
+    piped = NamedSharding(mesh, PartitionSpec("pipeline"))
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**16, (len(order.places), width, width)).astype(np.uint16)
+    values = bits.view(jnp.bfloat16).astype(dtype) if dtype != "int32" else bits.astype(dtype)
+    model = model_order_sharding(piped, values.shape)
+    leaf = jax.device_put(values, model)
+    bytes_each = width * width * leaf.dtype.itemsize
+
+    def moved(leaf, rows, source, target):
+        move = (
+            jax.jit(lambda leaf: take_rows(leaf, rows, source, target), out_shardings=target)
+            .lower(leaf)
+            .compile()
+        )
+        assert move.memory_analysis().temp_size_in_bytes <= 6 * bytes_each
+        assert f"[{len(order.rows)},{width},{width}]" not in move.as_text()
+        return move(leaf)
+
+    stacked = moved(leaf, order.rows, model, piped)
+    on_host = np.asarray(stacked)
+    for place, row in enumerate(order.rows):
+        want = values[row] if row >= 0 else np.zeros_like(values[0])
+        assert on_host[place].tobytes() == want.tobytes()
+    back = moved(stacked, order.places, piped, model)
+    assert np.asarray(back).tobytes() == values.tobytes()
+
+
 # -- evaluation
 
 
@@ -257,6 +297,15 @@ def test_a_faulty_table_never_reaches_the_executor(change, message, tmp_path, mo
         make_program(sections(table=str(path)), vocab_size=32, devices=jax.devices()[:2])
     assert message in str(caught.value)
     assert "mine.csv" in str(caught.value)
+
+
+@pytest.mark.usefixtures("wide_types")
+def test_another_number_of_microbatches_is_refused() -> None:
+    """A table has each once; more would be left out, fewer done twice."""
+    of = subject(Case(mesh="pp2", microbatches=4))
+    batch = jax.tree.map(lambda leaf: leaf[:2], of.batch_at(0))
+    with pytest.raises(ShardingError, match=r"train\.microbatches: the batch has 2 microbatches"):
+        of.program.evaluate(of.program.init().params, batch)
 
 
 @pytest.mark.usefixtures("wide_types")

@@ -202,13 +202,24 @@ def _vocabulary(
 
 
 def _stages(sharding: ShardingConfig, degrees: Degrees) -> ConfigError | None:
-    """Layers are what stages share; they need not divide, and nothing else goes by stages."""
+    """Rules that a pipeline cannot follow: it shares out layers and samples itself."""
+    piped = degrees.get("pipeline", 1) > 1
     for name, axes in sharding.rules.items():
         names = {axes} if isinstance(axes, str) else set(axes or ())
-        piped = names == {"pipeline"} if name == "layers" else "pipeline" not in names
-        if not piped and (degrees.get("pipeline", 1) > 1 or name == "layers"):
+        if name == "layers":
+            legal = names == {"pipeline"}
+        elif not piped:
+            legal = True
+        elif name == "batch":
+            legal = names == {"replica", "data"}
+        elif name in ("length", "residual_length"):
+            legal = not names & {"pipeline", "replica", "data"}
+        else:
+            legal = not names & {"pipeline", "replica"}
+        if not legal:
             return ConfigError(
-                "the stages of a pipeline share the layers, all of them, and nothing else",
+                "a pipeline shares layers among stages and samples among data shards, and nothing "
+                "else among either",
                 where=f"sharding.rules.{name}",
                 value=str(axes),
                 cure="leave this rule out",

@@ -5,6 +5,8 @@ cost in layers. Does not own: schedules and layouts (`shardtrain.strategies.sche
 device, and never imports jax.
 """
 
+from pathlib import Path
+
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import TransformerConfig
 from shardtrain.models.flops import head_in_layers
@@ -73,7 +75,7 @@ def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Sched
     virtual = pipeline.virtual_stages
     if not pipeline.table:
         return make_schedule(pipeline.schedule, stages, microbatches, virtual)
-    schedule = read_table(pipeline.table, stages, microbatches)
+    schedule = read_table(Path(pipeline.table).expanduser(), stages, microbatches)
     if virtual not in (1, schedule.work.num_virtual):
         raise ConfigError(
             f"{pipeline.table} has {schedule.work.num_virtual}",

@@ -36,6 +36,11 @@ class Accumulation:
     order: LayerOrder = LayerOrder()  # noqa: RUF009  # frozen
     """As the model is."""
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether there are several microbatches."""
+        return self.microbatches > 1
+
     def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
         """The gradient function of a whole step; see `Runner`."""
 

@@ -6,7 +6,7 @@ layers a stage has (`schedules.layout`).
 
 The stack is cut into equal parts over the stages. A stage with fewer layers than the largest has
 places that no layer uses: their parameters are zero and never get a gradient, so they stay zero
-under every optimizer, and count in no norm.
+under every optimizer, and count in no norm. What an optimizer keeps for them means nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from shardtrain.sharding.placement import Names, mesh_axes, split_size
 from shardtrain.strategies.schedules.table import NOTHING
 
 PyTree = Any
+AXIS = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,99 @@ class LayerOrder:
     def unstack(self, leaf: jax.Array) -> jax.Array:
         """Puts a stacked parameter [places, ...] back into model order [layers, ...]."""
         return leaf if self.is_model_order else jnp.take(leaf, np.array(self.places), axis=0)
+
+
+def take_rows(
+    leaf: jax.Array, rows: Sequence[int], source: NamedSharding, target: NamedSharding
+) -> jax.Array:
+    """The rows of a leaf along its first dim, moved between stages one at a time.
+
+    XLA would gather the whole leaf on every device.
+
+    Args:
+        leaf: resting as `source`.
+        rows: which of its rows, in order; -1 for one of zeros.
+        source: where it rests; `pipeline` may split one dim.
+        target: where the result rests; likewise.
+
+    Returns:
+        An array with as many rows as `rows`, bit for bit.
+    """
+    mesh, wanted = target.mesh, jnp.asarray(rows, jnp.int32)
+    split, ends_split = (_stage_dim(sharding) for sharding in (source, target))
+    stages = mesh.shape[AXIS]
+    here = len(rows) // stages if ends_split == 0 else len(rows)
+
+    def fetch(part: jax.Array, row: jax.Array) -> jax.Array:
+        """A whole row, from the stage that has it, or from the pieces on all stages."""
+        if split == 0:
+            owner, place = row // len(part), row % len(part)
+            mine = jax.lax.dynamic_index_in_dim(part, place, keepdims=False)
+            is_mine = owner == jax.lax.axis_index(AXIS)
+            sent: jax.Array = jax.lax.psum(jnp.where(is_mine, mine, 0), AXIS)
+            return sent
+        piece: jax.Array = jax.lax.dynamic_index_in_dim(part, row, keepdims=False)
+        if split is None:
+            return piece
+        whole: jax.Array = jax.lax.all_gather(piece, AXIS, axis=split - 1, tiled=True)
+        return whole
+
+    def run(part: jax.Array) -> jax.Array:
+        stage = jax.lax.axis_index(AXIS)
+
+        def put(index: Any, out: jax.Array) -> jax.Array:
+            row = wanted[index]
+            value = jnp.where(row >= 0, fetch(part, jnp.maximum(row, 0)), 0)
+            if ends_split == 0:
+                owner, place = index // here, index % here
+                kept = jax.lax.dynamic_index_in_dim(out, place, keepdims=False)
+                return out.at[place].set(jnp.where(owner == stage, value, kept))
+            if ends_split is not None:
+                size = out.shape[ends_split]
+                value = jax.lax.dynamic_slice_in_dim(value, stage * size, size, ends_split - 1)
+            return out.at[index].set(value)
+
+        whole = list(part.shape)
+        if split:
+            whole[split] *= stages
+        if ends_split:
+            whole[ends_split] //= stages
+        empty = jnp.zeros((here, *whole[1:]), part.dtype)
+        return jax.lax.fori_loop(0, len(rows), put, empty)  # type: ignore[no-any-return]
+
+    moved: jax.Array = jax.shard_map(
+        run,
+        mesh=mesh,
+        axis_names={AXIS},
+        in_specs=_only_stages(split),
+        out_specs=_only_stages(ends_split),
+        check_vma=False,
+    )(_as_bits(leaf))
+    return _from_bits(moved, leaf.dtype)
+
+
+def _as_bits(leaf: jax.Array) -> jax.Array:
+    """Floats as integers: their sums with zeros keep every bit, that of -0.0 and of NaN too."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
+
+
+def _from_bits(leaf: jax.Array, dtype: Any) -> jax.Array:
+    if leaf.dtype == dtype:
+        return leaf
+    floats: jax.Array = jax.lax.bitcast_convert_type(leaf, dtype)
+    return floats
+
+
+def _stage_dim(sharding: NamedSharding) -> int | None:
+    """The dim that is split over stages."""
+    dims = [dim for dim, entry in enumerate(sharding.spec) if AXIS in mesh_axes(entry)]
+    return dims[0] if dims else None
+
+
+def _only_stages(dim: int | None) -> PartitionSpec:
+    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, AXIS)
 
 
 def is_stacked(names: Names) -> bool:
@@ -122,8 +216,9 @@ def model_order_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> Nam
     if shape[0] % split_size(mesh, first) == 0:
         return sharding
     spec[0] = None
-    for dim in sorted(range(1, len(shape)), key=lambda d: -shape[d]):
-        axes = (*mesh_axes(spec[dim]), *first)
+    # A dim of its own if there is one: two kinds of axes on one dim are moved twice.
+    for dim in sorted(range(1, len(shape)), key=lambda d: (bool(mesh_axes(spec[d])), -shape[d])):
+        axes = (*first, *mesh_axes(spec[dim]))
         if shape[dim] % split_size(mesh, axes) == 0:
             spec[dim] = axes
             break

@@ -62,6 +62,11 @@ class Runner(Protocol):
         """Parts of a step's batch."""
         ...
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step's gradient is added up of several, in the dtype for that."""
+        ...
+
     def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
         """The gradient function of a whole step.
 

@@ -1,8 +1,8 @@
 """The pipeline: one program that runs any proven table of a schedule, and its gradient.
 
-Owns: the loop over ticks, the buffers between them, who sends what when, and where gradients are
-added up and reduced. Does not own: tables (`schedules`), one layer's forward and backward
-(`layer_vjp`), the loss and the model (`parts`).
+Owns: the `shard_map` around the stages, and which table they go through. Does not own: what a stage
+does in each tick (`stage`), its parameters and gradients (`shards`), tables (`schedules`), the loss
+and the model (`parts`).
 
 The program is one `lax.scan` over the table's ticks inside a `jax.shard_map` that is manual over
 `pipeline` and the data axes and leaves `tensor` to XLA. Each stage takes its own branches, so an
@@ -56,6 +56,11 @@ class Pipeline:
     def microbatches(self) -> int:
         """Parts of a step's batch."""
         return self.schedule.work.num_microbatches
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Always, even of one microbatch."""
+        return True
 
     def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
         """The gradient function of a whole step; see `Runner`.

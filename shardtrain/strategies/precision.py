@@ -31,9 +31,9 @@ class Policy:
         """Whether the optimizer keeps a wider copy of the parameters."""
         return bool(jnp.dtype(self.compute) != jnp.dtype(self.master))
 
-    def gradient_dtype(self, microbatches: int) -> Any:
-        """The dtype in which a step's whole gradient exists."""
-        return self.accumulate if microbatches > 1 else self.compute
+    def gradient_dtype(self, *, summed: bool) -> Any:
+        """The dtype in which a step's whole gradient exists; `summed`: added up of several."""
+        return self.accumulate if summed else self.compute
 
 
 POLICIES = {

@@ -58,9 +58,8 @@ class Shard:
 
     # -- parameters
 
-    @property
     def ends(self) -> PyTree:
-        """The parameters that belong to no layer, as they are used."""
+        """The parameters that belong to no layer, gathered for use."""
         dims = _without_layers(self._dims)
         return jax.tree.map(lambda p, d: _gather(p, d.params), _without_layers(self.params), dims)
 
@@ -69,7 +68,7 @@ class Shard:
         return {**ends, LAYERS: self.params[LAYERS]}
 
     def layer(self, place: Any) -> PyTree:
-        """One layer's parameters, as they are used."""
+        """One layer's parameters, gathered for use."""
 
         def use(leaf: jax.Array, dims: Dims) -> jax.Array:
             own = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
@@ -145,6 +144,7 @@ def _without_layers(tree: PyTree) -> PyTree:
 
 
 def _data_dim(sharding: NamedSharding) -> int | None:
+    assert not any("replica" in mesh_axes(entry) for entry in sharding.spec), "copies differ"
     dims = [dim for dim, entry in enumerate(sharding.spec) if "data" in mesh_axes(entry)]
     return dims[0] if dims else None
 

@@ -1,8 +1,8 @@
 """One stage of the pipeline, while it goes through a table: what it does in each tick.
 
-Owns: the loop over ticks, the buffers between them, sends, and sums of gradients on this stage and
-data shard. Does not own: the `shard_map` around it, where parameters rest and how gradients are
-reduced (`pipeline`), tables (`schedules`), one layer (`layer_vjp`).
+Owns: the loop over ticks, the buffers between them, and who sends what when. Does not own: the
+`shard_map` around it (`pipeline`), where parameters rest and how gradients are summed and reduced
+(`shards`), tables (`schedules`), one layer (`layer_vjp`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardtrain.errors import ShardingError
 from shardtrain.sharding.rules import constrain
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.parts import Cut, Sums
@@ -75,20 +76,27 @@ class Stage:
         """
         self.model, self.work, self.slots = model, schedule.work, schedule.slots
         self.shard, self.loop, self.trains = model.shard, loop, model.value is not None
+        for leaf in jax.tree.leaves(model.batch):
+            if leaf.shape[0] != self.work.num_microbatches:
+                raise ShardingError(
+                    f"the batch has {leaf.shape[0]} microbatches, the table of the pipeline "
+                    f"{self.work.num_microbatches}",
+                    where="train.microbatches",
+                )
         self.columns = {name: jnp.asarray(c) for name, c in schedule.columns().items()}
         self.index = jax.lax.axis_index(AXIS)
         self.num_slots = layout.num_slots
         self.is_padded = len(set(layout.layers)) > 1
         rows = layout.rows().reshape(layout.stages, -1)
         # The layer in each of this stage's places [virtual stages x slots].
-        self.layers = jnp.asarray(rows, jnp.int32)[self.index]
+        self.layer_at = jnp.asarray(rows, jnp.int32)[self.index]
         part, context = jax.eval_shape(self.microbatch, jnp.int32(0))
         self.hidden = jax.eval_shape(
-            lambda part, context: self.embed(self.shard.whole(self.shard.ends), part, context),
+            lambda part, context: self.embed(self.shard.whole(self.shard.ends()), part, context),
             part,
             context,
         )
-        self.layer = LayerVjp(
+        self.vjp = LayerVjp(
             model.layer,
             jax.eval_shape(self.shard.layer, 0),
             jax.ShapeDtypeStruct((), jnp.uint32),
@@ -109,8 +117,8 @@ class Stage:
         carry = Carry(
             activation=self.streams("activation"),
             gradient=self.streams("gradient"),
-            residual=[self.buffer("residual", like) for like in self.layer.kept],
-            pending=[self.buffer("pending", like) for like in self.layer.pending],
+            residual=[self.buffer("residual", like) for like in self.vjp.kept],
+            pending=[self.buffer("pending", like) for like in self.vjp.pending],
             layers=layers,
             ends=ends,
             sums=self.no_sums(),
@@ -161,7 +169,7 @@ class Stage:
         part, context = self.microbatch(cell["forward_micro"])
         x = jax.lax.cond(
             (self.index == 0) & (virtual == 0),
-            lambda: self.embed(self.shard.whole(self.shard.ends), part, context),
+            lambda: self.embed(self.shard.whole(self.shard.ends()), part, context),
             lambda: stream(at(carry.activation, cell["forward_activation"])),
         )
 
@@ -170,8 +178,8 @@ class Stage:
             place, index = self.place(virtual, slot)
             x, kept = self.if_layer(
                 index,
-                lambda x: self.layer.forward(self.shard.layer(place), unsigned(index), x, context),
-                lambda x: (x, zeros_of(self.layer.kept)),
+                lambda x: self.vjp.forward(self.shard.layer(place), unsigned(index), x, context),
+                lambda x: (x, zeros_of(self.vjp.kept)),
                 x,
             )
             where = (cell["forward_residual"], slot)
@@ -190,7 +198,7 @@ class Stage:
         """The loss and at once its gradient, so that nothing of the vocabulary's size is kept."""
         model, shard, value_of = self.model, self.shard, self.model.value
         if value_of is None:
-            found = model.cut.head(shard.whole(shard.ends), y, part)
+            found = model.cut.head(shard.whole(shard.ends()), y, part)
             return replace(carry, sums=add(carry.sums, found))
 
         def loss(ends: PyTree, y: jax.Array) -> tuple[jax.Array, Sums]:
@@ -198,7 +206,7 @@ class Stage:
             value = value_of(sums)
             return value, {**sums, "loss": value}
 
-        (ends, gy), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(shard.ends, y)
+        (ends, gy), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(shard.ends(), y)
         gradient = carry.gradient.at[cell["forward_gradient"]].set(stream(gy))
         return replace(
             carry,
@@ -211,7 +219,7 @@ class Stage:
         """The gradient of one microbatch back through the layers of one virtual stage."""
         virtual = cell["backward_virtual"]
         part, context = self.microbatch(cell["backward_micro"])
-        vjp, shard = self.layer, self.shard
+        vjp, shard = self.vjp, self.shard
 
         def layer(slot: Any, passing: Any) -> Any:
             g, layers, pending = passing
@@ -237,7 +245,7 @@ class Stage:
             def embed(ends: PyTree) -> jax.Array:
                 return self.embed(shard.whole(ends), part, context)
 
-            (new,) = jax.vjp(embed, shard.ends)[1](gx)
+            (new,) = jax.vjp(embed, shard.ends())[1](gx)
             return shard.add_ends(ends, new)
 
         ends = jax.lax.cond(
@@ -249,7 +257,7 @@ class Stage:
         """The gradients of one virtual stage's matrices that its backward has left."""
         virtual = cell["weight_virtual"]
         _, context = self.microbatch(cell["weight_micro"])
-        vjp, shard = self.layer, self.shard
+        vjp, shard = self.vjp, self.shard
 
         def layer(slot: Any, layers: Arrays) -> Any:
             place, index = self.place(virtual, slot)
@@ -279,7 +287,7 @@ class Stage:
     def place(self, virtual: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
         """A layer's place on this stage, and its index in the model; -1 for none."""
         place = virtual * self.num_slots + slot
-        return place, self.layers[place]
+        return place, self.layer_at[place]
 
     def each_layer(
         self, body: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False
@@ -305,7 +313,7 @@ class Stage:
 
         def shapes() -> Sums:
             part, _ = self.microbatch(jnp.int32(0))
-            params = self.shard.whole(self.shard.ends)
+            params = self.shard.whole(self.shard.ends())
             sums = self.model.cut.head(params, self.nothing(), part)
             value = self.model.value
             return sums if value is None else {**sums, "loss": value(sums)}

@@ -107,7 +107,8 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in INLINED else None
+        body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+        inner = body if eqn.primitive.name in INLINED else None
         if inner is not None:
             inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
             results = _run(inner, inputs)

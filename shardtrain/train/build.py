@@ -6,7 +6,7 @@ Owns the assembly that is the same for a config-driven run and for somebody's ow
 config.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +26,7 @@ from shardtrain.strategies.order import (
     is_stacked,
     map_stacked,
     model_order_sharding,
+    take_rows,
 )
 from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
@@ -169,7 +170,7 @@ class Program:
         key = jax.random.key(self.seed)
         model = self._model(jax.random.fold_in(key, 0))
         master = nnx.to_pure_dict(nnx.split(model)[1])
-        master = self._in_stack_order(master)
+        master = self._stacked_at_rest(master)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
@@ -177,6 +178,22 @@ class Program:
             opt_state=self.optimizer.init(master),
             key=jax.random.fold_in(key, 1),
         )
+
+    def _stacked_at_rest(self, master: PyTree) -> PyTree:
+        """Initial parameters in the order of the stack, born split over the stages."""
+        order, mesh = self.order, self.layout.mesh
+        if order.is_model_order or isinstance(mesh, AbstractMesh):
+            return self._in_stack_order(master)
+
+        def move(leaf: jax.Array, target: NamedSharding, stacked: bool) -> jax.Array:
+            if not stacked:
+                return leaf
+            source = model_order_sharding(target, leaf.shape)
+            leaf = jax.lax.with_sharding_constraint(leaf, source)
+            return take_rows(leaf, order.rows, source, target)
+
+        stacked = self._stacked_params(self.placement.names)
+        return jax.tree.map(move, master, self.placement.optimizer, stacked)
 
     @cached_property
     def init(self) -> Callable[[], TrainState]:
@@ -273,28 +290,37 @@ class Program:
         """The state as it is saved; the state itself where its layers are in model order."""
         if self.order.is_model_order:
             return lambda state: state
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
-        function: Callable[[TrainState], TrainState] = jax.jit(
-            self._unstack_state, out_shardings=shardings
-        )
-        return function
+        saved = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
+        return self._mover(self.order.places, self.shardings, saved, self._stacked)
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """The state of one that was saved, whose memory is given up; it may lack `opt_state`."""
+        """The state of one that was saved; it may lack `opt_state`."""
         if self.order.is_model_order:
             return state
-        shardings, stacked = self.shardings, self._stacked
+        saved = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
+        source, target, stacked = saved, self.shardings, self._stacked
         if not state.opt_state:
-            shardings, stacked = (tree.replace(opt_state=()) for tree in (shardings, stacked))
-        # Padding makes other shapes, whose memory cannot be used again.
-        donated = None if self.order.is_padded else 0
-        put = jax.jit(
-            lambda state: map_stacked(self.order.stack, state, stacked),
-            donate_argnums=donated,
-            out_shardings=shardings,
-        )
-        placed: TrainState = put(state)
-        return placed
+            source, target, stacked = (t.replace(opt_state=()) for t in (source, target, stacked))
+        return self._mover(self.order.rows, source, target, stacked)(state)
+
+    @staticmethod
+    def _mover(
+        rows: Sequence[int], source: TrainState, target: TrainState, stacked: TrainState
+    ) -> Callable[[TrainState], TrainState]:
+        """A compiled function that moves stacked leaves between two orders, row by row."""
+
+        def move(state: TrainState) -> TrainState:
+            moved: TrainState = jax.tree.map(
+                lambda leaf, a, b, s: take_rows(leaf, rows, a, b) if s else leaf,
+                state,
+                source,
+                target,
+                stacked,
+            )
+            return moved
+
+        function: Callable[[TrainState], TrainState] = jax.jit(move, out_shardings=target)
+        return function
 
     def compile_step(self, batch: Mapping[str, Any]) -> Any:
         """Compiles the step for batches of these shapes, ahead of the first call."""

@@ -26,7 +26,8 @@ def shrunk(sections: Mapping[str, Any], degrees: Mapping[str, int]) -> Sections:
     pipeline = sections["pipeline"]
     parts = degrees["pipeline"] * pipeline["virtual_stages"]
     if not (pipeline["layout"] or pipeline["table"]):  # these say how many layers, or parts
-        model["num_layers"] = min(model["num_layers"], 2 * parts)
+        uneven = -model["num_layers"] % parts
+        model["num_layers"] = min(model["num_layers"], 2 * parts - uneven)
     model |= {
         "num_kv_heads": kv,
         "num_heads": kv * (heads // kv_heads),
