@@ -52,6 +52,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LAYOUTS["pipeline, uneven"] = {
     "mesh.pipeline": 2,
     "mesh.tensor": 2,
+    "mesh.data": 2,
+    "sharding.zero": 3,
     "model.num_layers": 3,
     "pipeline.layout": "E1,2H",
     "train.microbatches": 4,

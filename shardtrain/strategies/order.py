@@ -92,13 +92,12 @@ def take_rows(
     stages = mesh.shape[AXIS]
     here = len(rows) // stages if ends_split == 0 else len(rows)
 
-    def fetch(part: jax.Array, row: jax.Array) -> jax.Array:
+    def fetch(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Array:
         """A whole row, from the stage that has it, or from the pieces on all stages."""
         if split == 0:
             owner, place = row // len(part), row % len(part)
             mine = jax.lax.dynamic_index_in_dim(part, place, keepdims=False)
-            is_mine = owner == jax.lax.axis_index(AXIS)
-            sent: jax.Array = jax.lax.psum(jnp.where(is_mine, mine, 0), AXIS)
+            sent: jax.Array = jax.lax.psum(jnp.where(owner == stage, mine, 0), AXIS)
             return sent
         piece: jax.Array = jax.lax.dynamic_index_in_dim(part, row, keepdims=False)
         if split is None:
@@ -106,12 +105,12 @@ def take_rows(
         whole: jax.Array = jax.lax.all_gather(piece, AXIS, axis=split - 1, tiled=True)
         return whole
 
-    def run(part: jax.Array) -> jax.Array:
-        stage = jax.lax.axis_index(AXIS)
+    def run(part: jax.Array, stage: jax.Array) -> jax.Array:
+        stage = stage[0]
 
         def put(index: Any, out: jax.Array) -> jax.Array:
             row = wanted[index]
-            value = jnp.where(row >= 0, fetch(part, jnp.maximum(row, 0)), 0)
+            value = jnp.where(row >= 0, fetch(part, jnp.maximum(row, 0), stage), 0)
             if ends_split == 0:
                 owner, place = index // here, index % here
                 kept = jax.lax.dynamic_index_in_dim(out, place, keepdims=False)
@@ -133,10 +132,11 @@ def take_rows(
         run,
         mesh=mesh,
         axis_names={AXIS},
-        in_specs=_only_stages(split),
+        in_specs=(_only_stages(split), PartitionSpec(AXIS)),
         out_specs=_only_stages(ends_split),
         check_vma=False,
-    )(_as_bits(leaf))
+        # The stage is handed in: XLA cannot partition `axis_index` where other axes are its own.
+    )(_as_bits(leaf), jnp.arange(stages, dtype=jnp.int32))
     return _from_bits(moved, leaf.dtype)
 
 

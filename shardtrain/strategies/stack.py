@@ -69,10 +69,12 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
         mesh: the devices.
     """
     places = jnp.asarray(order.places, jnp.int32)
+    # Handed in: XLA cannot partition `axis_index` where other axes are its own.
+    stages = jnp.arange(mesh.shape["pipeline"], dtype=jnp.int32)
 
-    def own(stacked: PyTree, place: jax.Array) -> PyTree:
+    def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
         here = jax.tree.leaves(stacked)[0].shape[0]
-        is_mine = place // here == jax.lax.axis_index("pipeline")
+        is_mine = place // here == stage[0]
 
         def send(leaf: jax.Array) -> jax.Array:
             mine = jax.lax.dynamic_index_in_dim(leaf, place % here, keepdims=False)
@@ -84,7 +86,7 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
         own,
         mesh=mesh,
         axis_names={"pipeline"},
-        in_specs=(PartitionSpec("pipeline"), PartitionSpec()),
+        in_specs=(PartitionSpec("pipeline"), PartitionSpec(), PartitionSpec("pipeline")),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
@@ -95,7 +97,7 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
 
         def body(x: PyTree, row: tuple[jax.Array, jax.Array]) -> tuple[PyTree, None]:
             index, place = row
-            return block(nnx.merge(graph, fetch(params, place)), index, x), None
+            return block(nnx.merge(graph, fetch(params, place, stages)), index, x), None
 
         return jax.lax.scan(body, x, (jnp.arange(len(places), dtype=jnp.uint32), places))[0]
 

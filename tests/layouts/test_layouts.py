@@ -61,15 +61,13 @@ def covering(per_layout: int) -> list[Case]:
 
 CASES = covering(3)
 BFLOAT16 = [
-    Case(mesh="4x2", zero=1, precision="bfloat16"),
     Case(mesh="8x1", zero=3, precision="bfloat16", microbatches=2, style="llama", dropout=0.2),
     Case(mesh="2x2x2", zero=2, precision="bfloat16", style="bloom", sequence_parallel=True),
-    Case(mesh="2x4", zero=0, precision="bfloat16", microbatches=4, tied=False, documents=True),
+    Case(mesh="2x4", zero=1, precision="bfloat16", microbatches=4, tied=False, documents=True),
 ]
 OPTIMIZERS = [
     Case(mesh="4x2", zero=zero, microbatches=2, optimizer=name, style=style)
     for name, zero, style in (
-        ("adam", 1, "gpt"),
         ("sgd", 2, "llama"),
         # A bias of keys has no gradient but rounding, of which these two make whole steps.
         ("lion", 3, "llama"),
@@ -136,7 +134,7 @@ def cases() -> st.SearchStrategy[Case]:
     ).filter(legal)
 
 
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_layouts(case: Case) -> None:
     result = difference(case)

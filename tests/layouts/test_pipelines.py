@@ -19,7 +19,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "dropout": (0.0, 0.2),
     "tied": (True, False),
     "uneven": (False, True),
-    "style": ("gpt", "llama"),
     "sequence_parallel": (False, True),
     "loop": ("scan", "unroll"),
     "documents": (False, True),
@@ -70,12 +69,11 @@ def covering() -> list[Case]:
 SMALL = Case(mesh="pp2 dp2", microbatches=4, num_layers=3, stages="E1,2H")
 OTHERS = [
     Case(mesh="pp2", microbatches=1, num_layers=3),
-    Case(mesh="pp2 r2 dp2", microbatches=4, num_layers=3, zero=3, remat="full"),
+    Case(mesh="pp2 r2 dp2", microbatches=4, num_layers=3, zero=3, remat="full", style="llama"),
     Case(mesh="pp4", microbatches=2, num_layers=4, style="bloom"),
     Case(mesh="pp2", microbatches=2, num_layers=7),
     dataclasses.replace(SMALL, optimizer="adafactor", zero=3, style="llama"),
     dataclasses.replace(SMALL, optimizer="muon", zero=1),
-    dataclasses.replace(SMALL, optimizer="lion", zero=2, style="llama"),
 ]
 """Fewer microbatches than stages, layers that do not divide, hybrid sharding, and optimizers that
 mix the entries of a matrix."""
@@ -94,9 +92,10 @@ def test_pipeline_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.smoke312
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_pipeline_equals_one_device_on_the_newest_jax(schedule: str) -> None:
-    case = dataclasses.replace(SMALL, schedule=schedule, precision="float32", dropout=0.2, zero=2)
+def test_pipeline_equals_one_device_in_float32() -> None:
+    """With a weight part, dropout, padding and reduce-scatters: on the newest jax too."""
+    case = Case(mesh="pp2 dp2", microbatches=4, num_layers=3, schedule="zero_bubble")
+    case = dataclasses.replace(case, precision="float32", dropout=0.2, zero=2)
     result = difference(case)
     assert result.equal, result
 
