@@ -139,6 +139,9 @@ class Stage:
         arrived = self.send(y, 1)
         if self.trains:
             carry, gx = self.maybe(self.backward, "backward", carry, cell)
+            # One send at a time: the first ends before the second begins, so XLA must begin it
+            # before the backward to hide it.
+            gx, arrived = jax.lax.optimization_barrier((gx, arrived))
             back = self.received(carry.gradient, cell["receive_gradient"], self.send(gx, -1))
             carry = replace(carry, gradient=back)
         if self.work.split:

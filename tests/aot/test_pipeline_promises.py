@@ -31,7 +31,7 @@ pytestmark = [
 
 TARGET = Target("h100", hosts=1, per_host=8)
 STAGES, SHARDS, EACH = 4, 2, 2
-LAYERS, EMBED, VOCAB, LENGTH = 8, 512, 1024, 256
+LAYERS, EMBED, VOCAB, LENGTH = 24, 512, 1024, 256
 CASES = [(schedule, count) for schedule in ("1f1b", "gpipe") for count in (8, 32)]
 
 
@@ -69,7 +69,10 @@ def compiled() -> dict[tuple[str, int], Compiled]:
 
 @cache
 def predicted(schedule: str, microbatches: int) -> float:
-    """Temporary bytes on a device: what is in slots, and the sums of gradients."""
+    """Temporary bytes on a device: what is in slots, and the sums of gradients.
+
+    Without what the work under way needs, which is a layer's or the head's: so layers are many.
+    """
     made = config(schedule, microbatches)
     program = make_program(made, vocab_size=VOCAB, devices=jax.devices())
     runner = program.layout.runner
