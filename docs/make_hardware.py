@@ -34,6 +34,10 @@ is no figure, and a plan that needs it says so. TB, GB and TFLOP are powers of t
 - Prices are left to you.
 
 These are peaks of datasheets. What a program reaches is less, and is not on this page.
+
+Not read again in the document that is named, and to be checked before money depends on them: the
+rows `v100`, `h200`, `a6000` and `rtx6000-ada`; float32 and float64 of `gb200`; memory of `b300` and
+`gb300`; the fast link of `tpu-v4`.
 """
 OWN = """\
 ## Your own chips
