@@ -14,6 +14,9 @@ from shardtrain.sharding.config import MeshConfig
 MESH_AXES = ("pipeline", "replica", "data", "context", "tensor")
 """All axes, slowest links first. A degree of 1 turns a feature off."""
 
+PIPELINE = "pipeline"
+"""The axis whose devices are the stages that share out the layers."""
+
 DATA_AXES = ("replica", "data")
 """The axes that share out the samples of a batch."""
 

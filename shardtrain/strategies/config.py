@@ -11,16 +11,19 @@ SAVEABLE = ("qkv", "attention", "attention_out", "mlp", "mlp_out")
 """The tensors of a block that `remat` can keep by name."""
 
 
+_SECTION = ConfigDict(
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+)
+
+
 class TrainConfig(BaseModel):
     """How one step is computed. No choice here changes what is computed, but `precision`."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     microbatches: int = Field(1, ge=1)
     """Parts that the global batch is worked off in, one after another. 1 = all at once."""
@@ -46,13 +49,7 @@ class TrainConfig(BaseModel):
 class PipelineConfig(BaseModel):
     """How stages share the layers and the microbatches; their number is `mesh.pipeline`."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     schedule: str = "1f1b"
     """When each stage does what: "gpipe", "1f1b", "interleaved" or "zero_bubble"; see

@@ -115,7 +115,7 @@ class LayerVjp:
         num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
         inputs = closed.jaxpr.invars
         changing = traced.needing(closed, range(num_weights, len(inputs)))
-        sources = (traced.source(closed, v) for v in leaves if traced.is_one_of(v, changing))
+        sources = traced.sources(closed, (v for v in leaves if traced.is_one_of(v, changing)))
         kept = [v for v in dict.fromkeys(sources) if v not in inputs[:num_known]]
         self.kept = [traced.shape_of(v) for v in kept]
         self._forward = traced.part(closed, inputs, [y, *kept])

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import Names, mesh_axes, split_size
 from shardtrain.strategies.schedules.table import NOTHING
 
 PyTree = Any
-AXIS = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,17 @@ def take_rows(
     """
     mesh, wanted = target.mesh, jnp.asarray(rows, jnp.int32)
     split, ends_split = (_stage_dim(sharding) for sharding in (source, target))
-    stages = mesh.shape[AXIS]
+    stages = mesh.shape[PIPELINE]
     here = len(rows) // stages if ends_split == 0 else len(rows)
 
     def fetch(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Array:
         """A whole row, from the stage that has it, or from the pieces on all stages."""
         if split == 0:
-            owner, place = row // len(part), row % len(part)
-            mine = jax.lax.dynamic_index_in_dim(part, place, keepdims=False)
-            sent: jax.Array = jax.lax.psum(jnp.where(owner == stage, mine, 0), AXIS)
-            return sent
+            return row_of_stages(part, row, stage)
         piece: jax.Array = jax.lax.dynamic_index_in_dim(part, row, keepdims=False)
         if split is None:
             return piece
-        whole: jax.Array = jax.lax.all_gather(piece, AXIS, axis=split - 1, tiled=True)
+        whole: jax.Array = jax.lax.all_gather(piece, PIPELINE, axis=split - 1, tiled=True)
         return whole
 
     def run(part: jax.Array, stage: jax.Array) -> jax.Array:
@@ -131,13 +128,30 @@ def take_rows(
     moved: jax.Array = jax.shard_map(
         run,
         mesh=mesh,
-        axis_names={AXIS},
-        in_specs=(_only_stages(split), PartitionSpec(AXIS)),
+        axis_names={PIPELINE},
+        in_specs=(_only_stages(split), PartitionSpec(PIPELINE)),
         out_specs=_only_stages(ends_split),
         check_vma=False,
-        # The stage is handed in: XLA cannot partition `axis_index` where other axes are its own.
-    )(_as_bits(leaf), jnp.arange(stages, dtype=jnp.int32))
+    )(_as_bits(leaf), stage_numbers(mesh))
     return _from_bits(moved, leaf.dtype)
+
+
+def stage_numbers(mesh: Mesh | AbstractMesh) -> jax.Array:
+    """[stages], to be split over them: XLA cannot partition `axis_index` where axes are its own."""
+    return jnp.arange(mesh.shape[PIPELINE], dtype=jnp.int32)
+
+
+def row_of_stages(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Array:
+    """A row of a leaf whose first dim is split over stages, sent to all of them, bit for bit.
+
+    Args:
+        part: this stage's rows.
+        row: its number in the whole leaf.
+        stage: this stage's number, of `stage_numbers`.
+    """
+    mine = jax.lax.dynamic_index_in_dim(_as_bits(part), row % len(part), keepdims=False)
+    sent = jax.lax.psum(jnp.where(row // len(part) == stage, mine, 0), PIPELINE)
+    return _from_bits(sent, part.dtype)
 
 
 def _as_bits(leaf: jax.Array) -> jax.Array:
@@ -156,12 +170,12 @@ def _from_bits(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 def _stage_dim(sharding: NamedSharding) -> int | None:
     """The dim that is split over stages."""
-    dims = [dim for dim, entry in enumerate(sharding.spec) if AXIS in mesh_axes(entry)]
+    dims = [dim for dim, entry in enumerate(sharding.spec) if PIPELINE in mesh_axes(entry)]
     return dims[0] if dims else None
 
 
 def _only_stages(dim: int | None) -> PartitionSpec:
-    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, AXIS)
+    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, PIPELINE)
 
 
 def is_stacked(names: Names) -> bool:

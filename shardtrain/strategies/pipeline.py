@@ -20,7 +20,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardtrain.errors import ShardingError
-from shardtrain.sharding.mesh import DATA_AXES
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import manual_over
 from shardtrain.strategies.order import LayerOrder
@@ -28,7 +28,7 @@ from shardtrain.strategies.parts import Cut, Gradients, Parts, Sums
 from shardtrain.strategies.remat import remat
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import Schedule, with_slots, without_backward
-from shardtrain.strategies.shards import AXIS, MANUAL, Shard, manual_specs
+from shardtrain.strategies.shards import MANUAL, Shard, manual_specs
 from shardtrain.strategies.stage import Model, Stage
 
 PyTree = Any
@@ -68,8 +68,7 @@ class Pipeline:
         Raises:
             ShardingError: the model cannot be cut.
         """
-        _cut(parts)
-        region = _Region(self, parts, placement, dtype)
+        region = _Region(self, parts, _cut(parts), placement, dtype)
 
         def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
             specs = (PartitionSpec(), manual_specs(placement.optimizer))
@@ -80,8 +79,7 @@ class Pipeline:
 
     def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
         """Sums over all microbatches, by the table's forwards alone; see `Runner`."""
-        _cut(parts)
-        region = _Region(self, parts, placement, None)
+        region = _Region(self, parts, _cut(parts), placement, None)
 
         def sums(params: PyTree, batch: PyTree) -> Sums:
             found: Sums = region.mapped(region.sums, PartitionSpec())(params, batch)
@@ -94,7 +92,7 @@ def _cut(parts: Parts) -> Cut:
     if parts.cut is None:
         raise ShardingError(
             "this model is no stack of equal layers that stages could share",
-            where=f"mesh.{AXIS}",
+            where=f"mesh.{PIPELINE}",
             allowed="1",
         )
     return parts.cut
@@ -106,6 +104,7 @@ class _Region:
 
     pipeline: Pipeline
     parts: Parts
+    cut: Cut
     placement: Placement
     dtype: Any
 
@@ -153,9 +152,8 @@ class _Region:
 
     def _stage(self, schedule: Schedule, shard: Shard, **step: Any) -> Stage:
         pipeline = self.pipeline
-        cut = _cut(self.parts)
-        layer = remat(pipeline.remat)(cut.layer)
-        model = Model(cut=cut, layer=layer, shard=shard, **step)
+        layer = remat(pipeline.remat)(self.cut.layer)
+        model = Model(cut=self.cut, layer=layer, shard=shard, **step)
         return Stage(model, schedule, pipeline.layout, pipeline.loop)
 
 

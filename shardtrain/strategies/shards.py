@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import DATA_AXES
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.sharding.placement import Placement, mesh_axes
+from shardtrain.sharding.rules import current
+from shardtrain.strategies.layer_vjp import Arrays
 from shardtrain.strategies.parts import LAYERS
-from shardtrain.strategies.reductions import psum_scatter
 
 PyTree = Any
-Arrays = list[jax.Array]
 
-AXIS = "pipeline"
-MANUAL = (AXIS, *DATA_AXES)
+MANUAL = (PIPELINE, *DATA_AXES)
 """Mesh axes that the pipeline's program itself is written for; all others are XLA's."""
 
 
@@ -76,6 +75,10 @@ class Shard:
 
         return jax.tree.map(use, self.params[LAYERS], self._dims[LAYERS])
 
+    def gathered(self) -> PyTree:
+        """All parameters, the ends gathered for use."""
+        return self.whole(self.ends())
+
     # -- gradients
 
     def no_gradients(self) -> tuple[Arrays, PyTree]:
@@ -127,7 +130,7 @@ class Shard:
         stacked = jax.tree.unflatten(jax.tree.structure(self.params[LAYERS]), layers)
         dims = self._dims
         return {
-            **jax.tree.map(lambda s, d: reduce(s, d, AXIS), ends, _without_layers(dims)),
+            **jax.tree.map(lambda s, d: reduce(s, d, PIPELINE), ends, _without_layers(dims)),
             LAYERS: jax.tree.map(reduce, stacked, dims[LAYERS]),
         }
 
@@ -162,4 +165,15 @@ def _gather(leaf: jax.Array, dim: int | None) -> jax.Array:
 
 
 def _scatter(leaf: jax.Array, dim: int | None) -> jax.Array:
-    return leaf if dim is None else psum_scatter(leaf, "data", dim)
+    """This device's part of the sum over `data`, along a dim; perhaps in a wider dtype.
+
+    XLA:CPU aborts on 16-bit sums in a region that is manual over some axes only ("Invalid binary
+    instruction opcode copy"): there they are made in 32 bits.
+    """
+    if dim is None:
+        return leaf
+    active = current()
+    if active is not None and active.platform == "cpu" and leaf.dtype.itemsize == 2:
+        leaf = leaf.astype(jnp.float32)
+    part: jax.Array = jax.lax.psum_scatter(leaf, "data", scatter_dimension=dim, tiled=True)
+    return part

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from shardtrain.strategies.order import LayerOrder
-from shardtrain.strategies.reductions import psum
+from shardtrain.sharding.mesh import PIPELINE
+from shardtrain.strategies.order import LayerOrder, row_of_stages, stage_numbers
 from shardtrain.strategies.remat import Block, remat
 
 PyTree = Any
@@ -68,25 +68,16 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
         order: where each layer rests.
         mesh: the devices.
     """
-    places = jnp.asarray(order.places, jnp.int32)
-    # Handed in: XLA cannot partition `axis_index` where other axes are its own.
-    stages = jnp.arange(mesh.shape["pipeline"], dtype=jnp.int32)
+    places, stages = jnp.asarray(order.places, jnp.int32), stage_numbers(mesh)
 
     def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
-        here = jax.tree.leaves(stacked)[0].shape[0]
-        is_mine = place // here == stage[0]
-
-        def send(leaf: jax.Array) -> jax.Array:
-            mine = jax.lax.dynamic_index_in_dim(leaf, place % here, keepdims=False)
-            return psum(jnp.where(is_mine, mine, 0), "pipeline")
-
-        return jax.tree.map(send, stacked)
+        return jax.tree.map(lambda leaf: row_of_stages(leaf, place, stage[0]), stacked)
 
     fetch = jax.shard_map(
         own,
         mesh=mesh,
-        axis_names={"pipeline"},
-        in_specs=(PartitionSpec("pipeline"), PartitionSpec(), PartitionSpec("pipeline")),
+        axis_names={PIPELINE},
+        in_specs=(PartitionSpec(PIPELINE), PartitionSpec(), PartitionSpec(PIPELINE)),
         out_specs=PartitionSpec(),
         check_vma=False,
     )

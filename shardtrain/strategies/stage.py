@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.errors import ShardingError
+from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.rules import constrain
-from shardtrain.strategies.layer_vjp import LayerVjp
+from shardtrain.strategies.layer_vjp import Arrays, LayerVjp
 from shardtrain.strategies.parts import Cut, Sums
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import NOTHING, Schedule
-from shardtrain.strategies.shards import AXIS, Arrays, Shard
+from shardtrain.strategies.shards import Shard
 
 PyTree = Any
 Cell = dict[str, jax.Array]
@@ -84,15 +85,15 @@ class Stage:
                     where="train.microbatches",
                 )
         self.columns = {name: jnp.asarray(c) for name, c in schedule.columns().items()}
-        self.index = jax.lax.axis_index(AXIS)
+        self.index = jax.lax.axis_index(PIPELINE)
         self.num_slots = layout.num_slots
-        self.is_padded = len(set(layout.layers)) > 1
         rows = layout.rows().reshape(layout.stages, -1)
+        self.is_padded = bool((rows == NOTHING).any())
         # The layer in each of this stage's places [virtual stages x slots].
         self.layer_at = jnp.asarray(rows, jnp.int32)[self.index]
         part, context = jax.eval_shape(self.microbatch, jnp.int32(0))
         self.hidden = jax.eval_shape(
-            lambda part, context: self.embed(self.shard.whole(self.shard.ends()), part, context),
+            lambda part, context: self.embed(self.shard.gathered(), part, context),
             part,
             context,
         )
@@ -171,8 +172,8 @@ class Stage:
         virtual = cell["forward_virtual"]
         part, context = self.microbatch(cell["forward_micro"])
         x = jax.lax.cond(
-            (self.index == 0) & (virtual == 0),
-            lambda: self.embed(self.shard.whole(self.shard.ends()), part, context),
+            self.is_first(virtual),
+            lambda: self.embed(self.shard.gathered(), part, context),
             lambda: stream(at(carry.activation, cell["forward_activation"])),
         )
 
@@ -190,7 +191,7 @@ class Stage:
 
         y, residual = self.each_layer(layer, (x, carry.residual))
         carry = jax.lax.cond(
-            (self.index == self.work.num_stages - 1) & (virtual == self.work.num_virtual - 1),
+            self.is_last(virtual),
             lambda carry: self.head(carry, cell, y, part),
             lambda carry: carry,
             replace(carry, residual=residual),
@@ -201,7 +202,7 @@ class Stage:
         """The loss and at once its gradient, so that nothing of the vocabulary's size is kept."""
         model, shard, value_of = self.model, self.shard, self.model.value
         if value_of is None:
-            found = model.cut.head(shard.whole(shard.ends()), y, part)
+            found = model.cut.head(shard.gathered(), y, part)
             return replace(carry, sums=add(carry.sums, found))
 
         def loss(ends: PyTree, y: jax.Array) -> tuple[jax.Array, Sums]:
@@ -251,9 +252,7 @@ class Stage:
             (new,) = jax.vjp(embed, shard.ends())[1](gx)
             return shard.add_ends(ends, new)
 
-        ends = jax.lax.cond(
-            (self.index == 0) & (virtual == 0), embedded, lambda ends: ends, carry.ends
-        )
+        ends = jax.lax.cond(self.is_first(virtual), embedded, lambda ends: ends, carry.ends)
         return replace(carry, layers=layers, pending=pending, ends=ends), gx
 
     def weight(self, carry: Carry, cell: Cell) -> tuple[Carry, jax.Array]:
@@ -287,6 +286,14 @@ class Stage:
         """The first layer's input."""
         return stream(self.model.cut.embed(params, part, context))
 
+    def is_first(self, virtual: jax.Array) -> jax.Array:
+        """Whether a virtual stage of this stage holds the beginning of the model."""
+        return (self.index == 0) & (virtual == 0)
+
+    def is_last(self, virtual: jax.Array) -> jax.Array:
+        """Whether it holds the end."""
+        return (self.index == self.work.num_stages - 1) & (virtual == self.work.num_virtual - 1)
+
     def place(self, virtual: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
         """A layer's place on this stage, and its index in the model; -1 for none."""
         place = virtual * self.num_slots + slot
@@ -316,7 +323,7 @@ class Stage:
 
         def shapes() -> Sums:
             part, _ = self.microbatch(jnp.int32(0))
-            params = self.shard.whole(self.shard.ends())
+            params = self.shard.gathered()
             sums = self.model.cut.head(params, self.nothing(), part)
             value = self.model.value
             return sums if value is None else {**sums, "loss": value(sums)}
@@ -344,7 +351,7 @@ class Stage:
         pairs = [(stage, (stage + by) % count) for stage in range(count)]
         if self.work.num_virtual == 1:  # then the ends of the model are not neighbours
             pairs = [(stage, to) for stage, to in pairs if to == stage + by]
-        return stream(jax.lax.ppermute(x, AXIS, pairs))
+        return stream(jax.lax.ppermute(x, PIPELINE, pairs))
 
     def received(self, buffer: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
         """A buffer with what has arrived in its slot, or thrown away."""

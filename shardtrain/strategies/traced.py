@@ -45,15 +45,19 @@ def is_one_of(value: Any, some: Collection[Var]) -> bool:
     return isinstance(value, Var) and value in some
 
 
-def source(closed: ClosedJaxpr, var: Var) -> Var:
-    """What a value is another form of: another shape, order of dims, or wider type."""
+def sources(closed: ClosedJaxpr, variables: Iterable[Var]) -> list[Var]:
+    """What each value is another form of: another shape, order of dims, or wider type."""
     made_by = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    while var in made_by and made_by[var].primitive.name in FORMS:
-        before = made_by[var].invars[0]
-        if not isinstance(before, Var) or _size(before) > _size(var):
-            break
-        var = before
-    return var
+
+    def source(var: Var) -> Var:
+        while var in made_by and made_by[var].primitive.name in FORMS:
+            before = made_by[var].invars[0]
+            if not isinstance(before, Var) or _size(before) > _size(var):
+                break
+            var = before
+        return var
+
+    return [source(var) for var in variables]
 
 
 def _size(var: Var) -> int:

@@ -22,6 +22,7 @@ from shardtrain.run import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate
+from tests.aot.sections import model_sections
 
 pytestmark = [
     pytest.mark.aot,
@@ -37,25 +38,11 @@ CASES = [(schedule, count) for schedule in ("1f1b", "gpipe") for count in (8, 32
 
 def config(schedule: str, microbatches: int) -> RunConfig:
     sections: dict[str, Any] = {
-        "run": {"steps": 10},
-        "model": {
-            "num_layers": LAYERS,
-            "embed_dim": EMBED,
-            "num_heads": 8,
-            "vocab_size": VOCAB,
-            "norm_bias": False,
-            "bias": False,
-        },
-        "data": {
-            "sequence_length": LENGTH,
-            "batch_size": EACH * SHARDS * microbatches,
-            "separate_documents": False,
-        },
+        **model_sections(LAYERS, EMBED, VOCAB, LENGTH, EACH * SHARDS * microbatches),
         "mesh": {"pipeline": STAGES, "data": SHARDS},
         "sharding": {"zero": 1},
         "pipeline": {"schedule": schedule},
         "train": {"precision": "bfloat16", "microbatches": microbatches},
-        "optimizer": {"learning_rate": 1e-3},
     }
     return load_config(sections)
 

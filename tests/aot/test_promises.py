@@ -25,6 +25,7 @@ from shardtrain.plan.hlo import Module, parse_hlo
 from shardtrain.plan.targets import Target, missing_parts
 from shardtrain.run import abstract_batch, lower_step, make_program, make_report
 from shardtrain.train.build import Program
+from tests.aot.sections import model_sections
 
 pytestmark = [
     pytest.mark.aot,
@@ -34,20 +35,7 @@ pytestmark = [
 TARGET = Target("h100", hosts=1, per_host=8)
 LAYERS, EMBED, VOCAB, LENGTH, BATCH = 4, 512, 8192, 256, 64
 MIB = 2**20
-BASE: dict[str, Any] = {
-    "run": {"steps": 10},
-    "model": {
-        "num_layers": LAYERS,
-        "embed_dim": EMBED,
-        "num_heads": 8,
-        "vocab_size": VOCAB,
-        "norm_bias": False,
-        "bias": False,
-    },
-    "data": {"sequence_length": LENGTH, "batch_size": BATCH, "separate_documents": False},
-    "optimizer": {"learning_rate": 1e-3},
-    "train": {"precision": "bfloat16"},
-}
+BASE = model_sections(LAYERS, EMBED, VOCAB, LENGTH, BATCH)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0": {},
     "zero0, 4 microbatches": {"train.microbatches": 4},
