@@ -5,7 +5,7 @@ summed: whole on each data shard until the last tick (ZeRO 0-1), or scattered af
 (ZeRO 2-3). Does not own: where things rest (`Placement`), and when they are used (`stage`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,22 @@ class Dims:
     params: int | None
     gradients: int | None
     optimizer: int | None
+    others: PartitionSpec
+    """How its dims are split over mesh axes that are not of `MANUAL`, while it is used."""
+
+    @property
+    def of_entry(self) -> "Dims":
+        """The same of one entry of a stacked leaf."""
+
+        def less(dim: int | None) -> int | None:
+            return None if dim is None else dim - 1
+
+        return Dims(
+            less(self.params),
+            less(self.gradients),
+            less(self.optimizer),
+            PartitionSpec(*self.others[1:]),
+        )
 
 
 def manual_specs(shardings: PyTree) -> PyTree:
@@ -60,7 +76,9 @@ class Shard:
     def ends(self) -> PyTree:
         """The parameters that belong to no layer, gathered for use."""
         dims = _without_layers(self._dims)
-        return jax.tree.map(lambda p, d: _gather(p, d.params), _without_layers(self.params), dims)
+        return jax.tree.map(
+            lambda p, d: _gather(p, d.params, d.others), _without_layers(self.params), dims
+        )
 
     def whole(self, ends: PyTree) -> PyTree:
         """All parameters, from the ends."""
@@ -71,7 +89,7 @@ class Shard:
 
         def use(leaf: jax.Array, dims: Dims) -> jax.Array:
             own = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
-            return _gather(own, _of_entry(dims.params))
+            return _gather(own, dims.of_entry.params, dims.of_entry.others)
 
         return jax.tree.map(use, self.params[LAYERS], self._dims[LAYERS])
 
@@ -103,14 +121,15 @@ class Shard:
         dims = jax.tree.leaves(self._dims[LAYERS])
         sums = list(sums)
         for leaf, gradient in zip(leaves, gradients, strict=True):
-            part = _scatter(gradient, _of_entry(dims[leaf].gradients))
+            entry = dims[leaf].of_entry
+            part = _scatter(gradient, entry.gradients, entry.others)
             sums[leaf] = sums[leaf].at[place].add(part.astype(self.dtype))
         return sums
 
     def add_ends(self, sums: PyTree, gradients: PyTree) -> PyTree:
         """Adds a microbatch's gradients of the ends."""
         return jax.tree.map(
-            lambda s, g, dims: s + _scatter(g, dims.gradients).astype(self.dtype),
+            lambda s, g, d: s + _scatter(g, d.gradients, d.others).astype(self.dtype),
             sums,
             gradients,
             _without_layers(self._dims),
@@ -123,7 +142,7 @@ class Shard:
             if dims.optimizer is None:
                 axes = (*axes, "data")
             elif dims.gradients is None:
-                total = _scatter(total, dims.optimizer)
+                total = _scatter(total, dims.optimizer, dims.others)
             whole: jax.Array = jax.lax.psum(total, (*axes, "replica"))
             return whole
 
@@ -139,7 +158,13 @@ class Shard:
         """`Dims` of every parameter."""
         placement = self.placement
         trees = (placement.params, placement.gradients, placement.optimizer)
-        return jax.tree.map(lambda *shardings: Dims(*map(_data_dim, shardings)), *trees)
+
+        def dims(
+            computed: NamedSharding, params: NamedSharding, grads: NamedSharding, opt: NamedSharding
+        ) -> Dims:
+            return Dims(_data_dim(params), _data_dim(grads), _data_dim(opt), _others(computed))
+
+        return jax.tree.map(dims, placement.computed, *trees)
 
 
 def _without_layers(tree: PyTree) -> PyTree:
@@ -152,19 +177,22 @@ def _data_dim(sharding: NamedSharding) -> int | None:
     return dims[0] if dims else None
 
 
-def _of_entry(dim: int | None) -> int | None:
-    """A dim of a stacked leaf, in one entry of it."""
-    return None if dim is None else dim - 1
+def _others(sharding: NamedSharding) -> PartitionSpec:
+    """The part of a partition that is not over mesh axes of `MANUAL`."""
+    dims = (tuple(a for a in mesh_axes(dim) if a not in MANUAL) for dim in sharding.spec)
+    return PartitionSpec(*(axes or None for axes in dims))
 
 
-def _gather(leaf: jax.Array, dim: int | None) -> jax.Array:
+def _gather(leaf: jax.Array, dim: int | None, others: PartitionSpec) -> jax.Array:
+    """A leaf from its parts on all data shards."""
     if dim is None:
         return leaf
-    whole: jax.Array = jax.lax.all_gather(leaf, "data", axis=dim, tiled=True)
-    return whole
+    return _of_pieces(
+        lambda x: jax.lax.all_gather(x, "data", axis=dim, tiled=True), leaf, dim, others
+    )
 
 
-def _scatter(leaf: jax.Array, dim: int | None) -> jax.Array:
+def _scatter(leaf: jax.Array, dim: int | None, others: PartitionSpec) -> jax.Array:
     """This device's part of the sum over `data`, along a dim; perhaps in a wider dtype.
 
     XLA:CPU aborts on 16-bit sums in a region that is manual over some axes only ("Invalid binary
@@ -175,5 +203,33 @@ def _scatter(leaf: jax.Array, dim: int | None) -> jax.Array:
     active = current()
     if active is not None and active.platform == "cpu" and leaf.dtype.itemsize == 2:
         leaf = leaf.astype(jnp.float32)
-    part: jax.Array = jax.lax.psum_scatter(leaf, "data", scatter_dimension=dim, tiled=True)
-    return part
+    return _of_pieces(
+        lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True),
+        leaf,
+        dim,
+        others,
+    )
+
+
+def _of_pieces(
+    collective: Callable[[jax.Array], jax.Array], leaf: jax.Array, dim: int, others: PartitionSpec
+) -> jax.Array:
+    """Runs a collective over `data` on the pieces that other axes split a leaf into.
+
+    Left to XLA, the pieces would be gathered first, for every tensor shard to do the whole. Where
+    `dim` itself is split over other axes too that is the only way: which part of it a data shard
+    has is counted in the whole.
+    """
+    active = current()
+    axes = tuple(others) + (None,) * (leaf.ndim - len(others))
+    if active is None or not any(axes) or axes[dim]:
+        return collective(leaf)
+    run: Callable[[jax.Array], jax.Array] = jax.shard_map(
+        collective,
+        mesh=active.context_mesh,
+        axis_names=active.free,
+        in_specs=PartitionSpec(*axes),
+        out_specs=PartitionSpec(*axes),
+        check_vma=False,
+    )
+    return run(leaf)
