@@ -7,6 +7,7 @@ import argparse
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,10 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     _report(rank, options, timings)
     dist.barrier()
     dist.destroy_process_group()
+    # Threads of gloo or of the optimizer's hooks that still run would abort the process at its end,
+    # after all is measured and said.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _report(rank: int, options: argparse.Namespace, timings: common.Timings) -> None:

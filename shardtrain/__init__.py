@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardtrain.commands_plan import make_plan
     from shardtrain.config import RunConfig, load_config, to_toml
     from shardtrain.errors import CheckpointError, ConfigError, DataError, ShardingError, UserError
     from shardtrain.run import Run, build
@@ -41,6 +42,7 @@ _HOME = {
     "Run": "shardtrain.run",
     "build": "shardtrain.run",
     "make_mesh": "shardtrain.sharding.mesh",
+    "make_plan": "shardtrain.commands_plan",
     "jit": "shardtrain.train.own_model",
     "make_train_step": "shardtrain.train.functional",
     "place": "shardtrain.train.own_model",
@@ -60,6 +62,7 @@ __all__ = [
     "jit",
     "load_config",
     "make_mesh",
+    "make_plan",
     "make_train_step",
     "place",
     "place_batch",

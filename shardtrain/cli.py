@@ -18,6 +18,7 @@ import tyro
 
 from shardtrain import __version__
 from shardtrain.cli_flags import parse, parse_plain
+from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
 from shardtrain.config_effects import ineffective_settings
@@ -239,6 +240,7 @@ COMMANDS = {
     "eval": Command(Evaluate, "run", _evaluate),
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),
+    "plan": Command(PlanFlags, "config", plan_command),
     "schedule": Command(ScheduleOptions, "", schedule_command),
     "doctor": Command(Doctor, "", _doctor),
 }

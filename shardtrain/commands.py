@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +14,7 @@ from rich.text import Text
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
 from shardtrain.run import Run, build, make_program, make_report
-from shardtrain.sharding.mesh import MESH_AXES, split_axes
+from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
 from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
@@ -95,16 +95,10 @@ def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh]:
     count = jax.device_count()
     asked = math.prod(d for d in config.mesh.model_dump().values() if d > 0)
     fits = config.mesh.data == -1 or asked == count
-    mesh = None if fits else _abstract_mesh(config)
+    mesh = None if fits else abstract_mesh(config.mesh.model_dump())
     vocab = config.model.vocab_size or known_vocab(config) or open_data(config.data)[2].vocab_size
     program = make_program(config, vocab_size=vocab, mesh=mesh)
     return make_report(program), program.layout.mesh
-
-
-def _abstract_mesh(config: RunConfig) -> AbstractMesh:
-    degrees = config.mesh.model_dump()
-    axis_types = (AxisType.Auto,) * len(MESH_AXES)
-    return AbstractMesh(tuple(degrees[a] for a in MESH_AXES), MESH_AXES, axis_types=axis_types)
 
 
 def placement_command(config: RunConfig, *, json: bool) -> int:

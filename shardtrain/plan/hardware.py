@@ -200,6 +200,7 @@ class _ChipRow(BaseModel):
     usable_memory: _Count | None = None
     memory_bandwidth: _Rate | None = None
     host_link: _Rate | None = None
+    products_reach: Annotated[float, Field(gt=0, le=1)] | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     fast_link: _LinkRow | None = None
     host: _HostRow | None = None
@@ -247,7 +248,10 @@ def _merged(base: Chip | None, table: Mapping[str, Any]) -> dict[str, Any]:
     """A row's keys over those of the chip that it is like."""
     if base is None:
         return dict(table)
-    under = {key: getattr(base, key) for key in ("compile_as", "price_per_hour", *_FIGURES)}
+    under = {
+        key: getattr(base, key)
+        for key in ("compile_as", "products_reach", "price_per_hour", *_FIGURES)
+    }
     under["flops"] = dict(base.flops)
     for key, part in (("fast_link", base.fast_link), ("host", base.host)):
         if part is not None:
@@ -287,6 +291,7 @@ def _made(
         fast_link=link,
         host_link=row.host_link,
         host=host,
+        products_reach=row.products_reach,
         price_per_hour=row.price_per_hour,
         sources=dict(base.sources if base else {})
         | dict.fromkeys([key for key in _FIGURES if key in table], source),

@@ -35,6 +35,7 @@ def make_stages(
     microbatches: int,
     length: int,
     vocab_size: int | None,
+    proven: bool = True,
 ) -> tuple[Schedule, Layout]:
     """Return the table that a run goes by, and the layers of each of its parts.
 
@@ -45,6 +46,7 @@ def make_stages(
         microbatches: `train.microbatches`.
         length: Tokens of a sequence.
         vocab_size: Tokens that the head scores; None = not known yet, so that it costs nothing.
+        proven: False leaves the proof of a schedule by name out, for a table that is only priced.
 
     Returns:
         The proven table and the layout.
@@ -53,7 +55,7 @@ def make_stages(
         ConfigError: They do not exist, or a part would be empty; it names the key.
     """
     try:
-        schedule = _schedule(pipeline, stages, microbatches)
+        schedule = _schedule(pipeline, stages, microbatches, proven)
         virtual = schedule.work.num_virtual
         if pipeline.layout:
             return schedule, read_layout(pipeline.layout, stages, virtual, model.num_layers)
@@ -71,10 +73,10 @@ def make_stages(
         ) from None
 
 
-def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
+def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int, proven: bool) -> Schedule:
     virtual = pipeline.virtual_stages
     if not pipeline.table:
-        return make_schedule(pipeline.schedule, stages, microbatches, virtual)
+        return make_schedule(pipeline.schedule, stages, microbatches, virtual, proven=proven)
     schedule = read_table(Path(pipeline.table).expanduser(), stages, microbatches)
     if virtual not in (1, schedule.work.num_virtual):
         raise ConfigError(

@@ -68,6 +68,8 @@ class Chip:
     host_link: float | None = None
     """Bytes/s between this chip and its host's memory."""
     host: Host | None = None
+    products_reach: float | None = None
+    """Part of `flops` that large products reach in practice; None = what the planner assumes."""
     price_per_hour: float | None = None
     """Of one chip, in any currency. The table has no prices."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)

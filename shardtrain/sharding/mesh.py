@@ -1,11 +1,11 @@
 """The device mesh: its five named axes and how a mesh is made. Owns no rule of what lies where."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from pydantic import ValidationError
 
 from shardtrain.errors import ShardingError
@@ -65,6 +65,22 @@ def make_mesh(
     return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=devices)
 
 
+def abstract_mesh(degrees: Mapping[str, int], platform: str = "") -> AbstractMesh:
+    """A mesh without devices: enough for shapes and placements.
+
+    Args:
+        degrees: of each axis of `MESH_AXES`; what is left out is 1.
+        platform: "cpu", "gpu" or "tpu", for code that is traced for such devices; "" = as jax has.
+    """
+    device = AbstractDevice(platform, None, platform) if platform else None
+    return AbstractMesh(
+        tuple(degrees.get(axis, 1) for axis in MESH_AXES),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        abstract_device=device,
+    )
+
+
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes that really share out the samples: those of `DATA_AXES` of degree above 1."""
     return tuple(axis for axis in DATA_AXES if mesh.shape[axis] > 1)
@@ -76,9 +92,10 @@ def split_axes(mesh: Mesh | AbstractMesh) -> list[str]:
 
 
 def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of the devices, "cpu", "gpu" or "tpu"; of an abstract mesh, jax's default."""
+    """The devices' platform, "cpu", "gpu" or "tpu"; of a mesh without devices, jax's default."""
     if isinstance(mesh, AbstractMesh):
-        return str(jax.default_backend())
+        device = mesh.abstract_device
+        return str(device.platform if device else jax.default_backend())
     return str(mesh.devices.flat[0].platform)
 
 

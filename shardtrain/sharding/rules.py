@@ -9,14 +9,15 @@ finds them; where a whole tree rests is `placement`'s.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
-from shardtrain.sharding.mesh import MESH_AXES, mesh_platform
+from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, mesh_platform
 
 AXES = {
     "batch": "samples of a (micro)batch",
@@ -103,6 +104,9 @@ class Active:
     mapped: frozenset[str] = frozenset()
     """Mesh axes that an enclosing `vmap` runs over (`spmd_axis_name`): it puts them into every spec
     itself, so no spec may name them, yet a `shard_map` inside must be manual over them."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What a dim of that name has on one device, for code that is traced as one device of many runs
+    it, for its shapes alone (`one_of_many`)."""
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         """The mesh axes that really split `name` here: of degree above 1, and nameable."""
@@ -177,6 +181,22 @@ def manual_over(*mesh_axes: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def one_of_many(platform: str, sizes: Mapping[str, int]) -> Iterator[None]:
+    """For code that is traced as one device of many runs it, to learn its shapes; never run.
+
+    The model is that device's part: its heads, its columns. Where the whole program would bring an
+    activation into another layout, it gets that layout's shape.
+
+    Args:
+        platform: of the devices.
+        sizes: entries of a dim of that name on one device, for each name that has several layouts.
+    """
+    table: Table = dict.fromkeys(AXES, ())
+    with _in_force(Active(table, abstract_mesh({}, platform), sizes=sizes)):
+        yield
+
+
+@contextlib.contextmanager
 def _in_force(active: Active) -> Iterator[Active]:
     token = _ACTIVE.set(active)
     try:
@@ -196,9 +216,23 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if active is None:
         return x
     assert x.ndim == len(names), (x.shape, names)
+    if active.sizes:
+        return _resized(x, [active.sizes.get(name or "") for name in names])
     if isinstance(active.mesh, AbstractMesh) or active.alone:
         return x
     placed: jax.Array = jax.lax.with_sharding_constraint(
         x, NamedSharding(active.context_mesh, active.spec(*names))
     )
     return placed
+
+
+def _resized(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
+    """An array with these sizes (None: as it is), of whatever values."""
+    for dim, size in enumerate(sizes):
+        if size is None or size == x.shape[dim]:
+            continue
+        if size < x.shape[dim]:
+            x = jax.lax.slice_in_dim(x, 0, size, axis=dim)
+        else:
+            x = jnp.concatenate([x] * (size // x.shape[dim]), dim)
+    return x

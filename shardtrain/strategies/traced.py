@@ -90,10 +90,15 @@ def _needed(eqns: Sequence[Any], given: Collection[Any], outvars: Iterable[Any])
     return kept[::-1]
 
 
-def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function without calls, so that each product is an equation of its own."""
+def inline(closed: ClosedJaxpr, *also: str) -> ClosedJaxpr:
+    """The same function without calls, so that each product is an equation of its own.
+
+    Args:
+        closed: the traced function.
+        also: further primitives whose jaxpr is all that they do, if nobody differentiates them.
+    """
     shapes = [shape_of(v) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _run(closed, args))(*shapes)
+    return jax.make_jaxpr(lambda *args: _run(closed, args, (*INLINED, *also)))(*shapes)
 
 
 def shape_of(var: Any) -> jax.ShapeDtypeStruct:
@@ -101,7 +106,7 @@ def shape_of(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def _run(closed: ClosedJaxpr, args: Sequence[Any], calls: Collection[str]) -> list[Any]:
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, args, strict=True))
@@ -112,10 +117,10 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
         body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        inner = body if eqn.primitive.name in INLINED else None
+        inner = body if eqn.primitive.name in calls else None
         if inner is not None:
             inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
-            results = _run(inner, inputs)
+            results = _run(inner, inputs, calls)
         else:
             variables = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
             alone = jaxpr.replace(

@@ -108,7 +108,9 @@ SCHEDULES: dict[str, Callable[[int, int, int], Times]] = {
 """Name to function of stages, microbatches and virtual stages."""
 
 
-def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def make_schedule(
+    name: str, stages: int, microbatches: int, virtual_stages: int = 1, *, proven: bool = True
+) -> Schedule:
     """Make and prove a schedule.
 
     Args:
@@ -116,6 +118,7 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
         stages: Stages, the degree of the mesh axis `pipeline`.
         microbatches: Microbatches of a step.
         virtual_stages: Parts of the model on each stage.
+        proven: False leaves the proof out, for a table that is only priced.
 
     Returns:
         The proven table.
@@ -140,7 +143,8 @@ def make_schedule(name: str, stages: int, microbatches: int, virtual_stages: int
     for what, size in sizes.items():
         if size < 1:
             raise ConfigError("must be at least 1", where=f"{what}={size}")
-    return prove(tabulate(name, SCHEDULES[name](stages, microbatches, virtual_stages)))
+    table = tabulate(name, SCHEDULES[name](stages, microbatches, virtual_stages))
+    return prove(table) if proven else table
 
 
 def _one_virtual_stage(name: str, virtual_stages: int) -> None:

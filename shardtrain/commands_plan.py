@@ -1,0 +1,486 @@
+"""The command `plan`: whether a config fits a cluster, how fast it is, and which layout is best."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
+from shardtrain.errors import ConfigError
+from shardtrain.plan.answer import Plan, Program
+from shardtrain.plan.collectives import collectives, totals
+from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
+from shardtrain.plan.hlo import parse_hlo
+from shardtrain.plan.memory import MARGIN
+from shardtrain.plan.options import PlanOptions
+from shardtrain.plan.picture import save
+from shardtrain.plan.search import Candidate, Found, candidate
+from shardtrain.plan.search import search as search_layouts
+from shardtrain.plan.targets import Target
+from shardtrain.plan.workload import Layout, Workload
+from shardtrain.run import lower_step, make_program
+from shardtrain.sharding.chips import CHIPS
+from shardtrain.sharding.mesh import abstract_mesh
+from shardtrain.train import build
+
+
+def make_workload(config: RunConfig, vocab_size: int, platform: str) -> Workload:
+    """A config's work, whatever its layout.
+
+    Args:
+        config: from `load_config`.
+        vocab_size: tokens of the data; `model.vocab_size` goes first.
+        platform: of the devices: "gpu", "tpu" or "cpu".
+    """
+    model, data = config.model, config.data
+    vocab_size = model.vocab_size or vocab_size
+    sections = config.model_dump()
+    one = {
+        "mesh": {},
+        "sharding": {},
+        "pipeline": {},
+        "train": {"precision": config.train.precision},
+    }
+    alone = RunConfig.model_validate({**sections, **one})
+    rows = model.padded_vocab(vocab_size)
+
+    def program(update: dict[str, Any], vocab: int) -> build.Program:
+        part = alone.model_copy(update={"model": model.model_copy(update=update)})
+        return make_program(part, vocab_size=vocab, mesh=abstract_mesh({}, platform))
+
+    def part(tensor: int) -> build.Program:
+        update = {
+            "num_heads": model.num_heads // tensor,
+            "num_kv_heads": model.kv_heads // tensor,
+            "head_dim": model.head_size,
+            "mlp_dim": model.mlp_size // tensor,
+            "vocab_size": rows // tensor,
+            "vocab_multiple": 1,
+        }
+        return program(update, rows // tensor)
+
+    return Workload(
+        program=program({}, vocab_size),
+        part=part,
+        model=model,
+        vocab_size=vocab_size,
+        length=data.sequence_length,
+        batch_size=data.batch_size,
+        separate_documents=data.separate_documents,
+        platform=platform,
+        rules=config.sharding.rules,
+    )
+
+
+def layout_of(config: RunConfig, num_devices: int) -> Layout:
+    """A config's own layout.
+
+    Raises:
+        UserError: its mesh does not fit so many devices.
+    """
+    degrees = config.mesh.degrees(num_devices)
+    pipeline, train, sharding = config.pipeline, config.train, config.sharding
+    del degrees["context"]
+    return Layout(
+        **degrees,
+        zero=sharding.zero,
+        sequence_parallel=sharding.sequence_parallel,
+        microbatches=train.microbatches,
+        remat=train.remat,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        layers=pipeline.layout,
+        table=pipeline.table,
+    )
+
+
+# -- the command
+
+
+def make_plan(
+    config: RunConfig,
+    target: str,
+    *,
+    chips: Chips = CHIPS,
+    search: bool = True,
+    objective: str = "time",
+    keep: int = 10,
+    price: float | None = None,
+) -> Plan:
+    """Plans a config for a cluster, without a device.
+
+    Args:
+        config: from `load_config`.
+        target: the cluster, such as `h100:64x8`.
+        chips: those that may be named.
+        search: whether to look at all other layouts.
+        objective: what makes a layout better: "time", "memory" or "cost".
+        keep: how many of the best to return.
+        price: of one device for an hour; None = that of the chip's row.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UserError: the target is unknown, or the config's layout is not legal on it.
+    """
+    cluster = parse_cluster(target, chips)
+    resolve_mesh(config, cluster.num_devices)
+    workload = make_workload(config, _vocab(config), platform_of(cluster))
+    layout = layout_of(config, cluster.num_devices)
+    found = None
+    if search:
+        found = search_layouts(workload, cluster, own=layout, objective=objective, keep=keep)
+    return Plan(
+        cluster=cluster,
+        workload=workload,
+        own=candidate(workload, layout, cluster),
+        found=found,
+        price=price if price is not None else cluster.chip.price_per_hour,
+        notes=tuple(cluster.notes()),
+    )
+
+
+def platform_of(cluster: Cluster) -> str:
+    """What the chips of a cluster are: "cpu", "gpu" or "tpu"."""
+    if cluster.chip.name == "cpu":
+        return "cpu"
+    return "tpu" if "TPU" in cluster.chip.full_name else "gpu"
+
+
+def _vocab(config: RunConfig) -> int:
+    found = config.model.vocab_size or known_vocab(config)
+    if found is None:
+        from shardtrain.data.sources import open_data
+
+        found = open_data(config.data)[2].vocab_size
+    return found
+
+
+def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -> Program:
+    """Compiles the run's own step for the plan's cluster.
+
+    Args:
+        plan: of `config`.
+        config: from `load_config`.
+        seconds: time limit.
+
+    Raises:
+        UserError: the compiler is missing, does not know the chip, or fails.
+    """
+    cluster = plan.cluster
+    target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
+    job = Job(lower_step, (config, plan.workload.vocab_size))
+    compiled = compile_for(target, {"step": job}, seconds=seconds)["step"]
+    degrees = plan.own.layout.degrees
+    return Program(compiled, totals(collectives(parse_hlo(compiled.text), degrees)))
+
+
+def other_layout(plan: Plan, text: str) -> Layout:
+    """A layout from changes to the plan's own, such as `tensor=4, zero=3`.
+
+    Args:
+        plan: the plan.
+        text: keys of `Layout` with their values; `data` takes what is left if it is not given.
+
+    Raises:
+        ConfigError: a key or value is wrong, or the layout is not legal on the cluster.
+    """
+    own, changes = plan.own.layout, {}
+    known = {field.name: field.type for field in fields(Layout)}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if key not in known or not equals:
+            raise ConfigError(
+                "is no choice of a layout",
+                where="explain",
+                value=word,
+                allowed=", ".join(f"{name}=..." for name in known),
+            )
+        changes[key] = _typed(key, value, type(getattr(own, key)))
+    layout = replace(own, **changes)
+    if "layers" not in changes and {"pipeline", "virtual_stages"} & set(changes):
+        layout = replace(layout, layers="")
+    if "data" not in changes:
+        others = layout.pipeline * layout.replica * layout.tensor
+        layout = replace(layout, data=max(plan.cluster.num_devices // others, 1))
+    return layout
+
+
+def _typed(key: str, value: str, kind: type) -> Any:
+    if kind is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if kind is int and value.isdigit() and int(value) >= (key != "zero"):
+        return int(value)
+    if kind is str:
+        return value
+    raise ConfigError("is no value of this key", where=f"explain: {key}", value=value)
+
+
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """A config with another layout.
+
+    Raises:
+        ConfigError: the layout is not legal.
+    """
+    sections = config.model_dump()
+    for name, part in layout.sections.items():
+        sections[name] = {**sections[name], **part}
+    if layout.pipeline == 1:
+        del sections["pipeline"]
+    return load_config(sections)
+
+
+SWEPT = ("batch_size", "sequence_length", "hosts")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best of one size."""
+
+    key: str
+    value: int
+    cluster: Cluster
+    best: Candidate | None
+    """None where nothing fits."""
+    tokens: int
+    """Of a step."""
+
+    def price_of_tokens(self, price: float, tokens: float = 1e9) -> float:
+        """What so many tokens cost, at a price of one device for an hour."""
+        assert self.best is not None
+        hours = tokens / self.tokens * self.best.cost.middle / 3600
+        return hours * price * self.cluster.num_devices
+
+
+def sweep(plan: Plan, text: str) -> tuple[Point, ...]:
+    """The best layout for each of some sizes.
+
+    Args:
+        plan: the plan; all else is as there.
+        text: a key of `SWEPT` and sizes, such as `batch_size=256,512`.
+
+    Raises:
+        ConfigError: another key, or a size is no number.
+    """
+    key, _, values = (part.strip() for part in text.partition("="))
+    sizes = [word.strip() for word in values.split(",") if word.strip()]
+    if key not in SWEPT or not sizes or not all(s.isdigit() and int(s) > 0 for s in sizes):
+        raise ConfigError(
+            "is not a sweep",
+            where="sweep",
+            value=text,
+            allowed=" or ".join(f"{name}=A,B,..." for name in SWEPT),
+        )
+    return tuple(_point(plan, key, int(size)) for size in sizes)
+
+
+def _point(plan: Plan, key: str, value: int) -> Point:
+    workload, cluster = plan.workload, plan.cluster
+    if key == "hosts":
+        cluster = replace(cluster, hosts=value)
+    elif key == "batch_size":
+        workload = replace(workload, batch_size=value)
+    else:
+        workload = replace(workload, length=value)
+    found = search_layouts(workload, cluster, keep=1)
+    tokens = workload.batch_size * workload.length
+    return Point(key, value, cluster, found.best[0] if found.best else None, tokens)
+
+
+def run_plan(options: PlanOptions, config: RunConfig) -> int:
+    """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
+    chips = read_chips(options.chips) if options.chips else CHIPS
+    plan = make_plan(
+        config,
+        options.target,
+        chips=chips,
+        search=options.search,
+        objective=options.objective,
+        keep=options.top,
+        price=options.price or None,
+    )
+    if options.compile or options.audit:
+        plan = replace(plan, program=compiled_program(plan, config, seconds=options.seconds))
+    if options.objective == "cost" and plan.price is None:
+        raise ConfigError("is not known", where="price", cure="give one with --price")
+    others = []
+    if options.explain:
+        layout = other_layout(plan, options.explain)
+        resolve_mesh(with_layout(config, layout), plan.cluster.num_devices)
+        others.append(candidate(plan.workload, layout, plan.cluster))
+    swept = options.sweep
+    if options.objective == "cost" and not swept:
+        hosts = plan.cluster.hosts
+        swept = "hosts=" + ",".join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)
+    points = sweep(plan, swept) if swept else ()
+    if options.out:
+        _write(plan, config, options.out)
+    if options.picture:
+        save(plan, options.picture)
+    if options.keep and plan.program:
+        keep_program(plan.program, options.keep)
+    if options.json:
+        explained = [{**asdict(c), "why": plan.why(c)} for c in others]
+        told = [_point_json(plan, point) for point in points]
+        print(json.dumps({**plan.as_json(), "explained": explained, "sweep": told}))
+        return plan.exit_code
+    console = Console(highlight=False, width=_WIDTH)
+    show(plan, console)
+    for other in others:
+        show_candidate(plan, other, console)
+    _show_points(plan, points, console)
+    return plan.exit_code
+
+
+def _write(plan: Plan, config: RunConfig, out: str) -> None:
+    if plan.found is None or not plan.found.best:
+        raise ConfigError(
+            "there is no layout that fits to write" if plan.found else "needs --search True",
+            where=f"out={out}",
+        )
+    text = to_toml(with_layout(config, plan.found.best[0].layout))
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=f"out={out}") from error
+
+
+def keep_program(program: Program, folder: str) -> None:
+    """Writes the program's text and figures into a folder, for a diff with a later one."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "step.hlo").write_text(program.compiled.text, encoding="utf-8")
+        figures = json.dumps(program.as_json(), indent=1)
+        (Path(folder) / "figures.json").write_text(figures + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=f"keep={folder}") from error
+
+
+def _point_json(plan: Plan, point: Point) -> dict[str, Any]:
+    best = point.best
+    found: dict[str, Any] = {point.key: point.value, "fits": best is not None}
+    if best is None:
+        return found
+    price = None if plan.price is None else point.price_of_tokens(plan.price)
+    return found | {
+        "layout": asdict(best.layout),
+        "step_seconds": [best.cost.low.total, best.cost.high.total],
+        "bytes_per_device": round(best.memory.total),
+        "tokens_per_second": point.tokens / best.cost.middle,
+        "price_per_billion_tokens": price,
+    }
+
+
+def _show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None:
+    if not points:
+        return
+    priced = plan.price is not None
+    columns = [points[0].key, "s a step", "tokens/s", "GiB", "price of 1e9 tokens", "layout"]
+    table = Table(*(c for c in columns if priced or not c.startswith("price")), box=None)
+    for point in points:
+        best = point.best
+        if best is None:
+            table.add_row(str(point.value), "does not fit")
+            continue
+        cells = [
+            str(point.value),
+            f"{best.cost.low.total:.3g}-{best.cost.high.total:.3g}",
+            f"{point.tokens / best.cost.middle:,.0f}",
+            f"{best.memory.total / 2**30:.1f}",
+            *([f"{point.price_of_tokens(plan.price):,.0f}"] if plan.price is not None else []),
+            str(best.layout),
+        ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+_WIDTH = 110
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan for the eye."""
+    console.print(
+        f"{plan.workload.num_parameters / 1e9:.3g} billion parameters on {plan.cluster}\n",
+        markup=False,
+    )
+    show_candidate(plan, plan.own, console)
+    if plan.found:
+        _show_found(plan, plan.found, console)
+    if plan.program:
+        _show_program(plan.program, plan.own, console)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
+    """Prints the figures of a layout."""
+    console.print(str(one.layout), markup=False)
+    table = Table("bytes on a device", "GiB", box=None)
+    for name, size in one.memory.by_class().items():
+        if size:
+            table.add_row(name, f"{size / 2**30:.2f}")
+    console.print(table)
+    needed = plan.needed if one is plan.own else one.memory.total
+    console.print(
+        f"{'fits' if needed <= plan.room else 'does NOT fit'} into {plan.room / 2**30:.1f} GiB: "
+        f"{(plan.cluster.chip.memory or 0) / 2**30:.1f} of the device, less {MARGIN:.0%} for the "
+        "driver, for communication and for fragments\n"
+    )
+    parts = Table("seconds of a step", "low", "high", box=None)
+    low, high = asdict(one.cost.low), asdict(one.cost.high)
+    for name in low:
+        if high[name]:
+            parts.add_row(name, f"{low[name]:.3g}", f"{high[name]:.3g}")
+    parts.add_row("step", f"{one.cost.low.total:.3g}", f"{one.cost.high.total:.3g}")
+    console.print(parts)
+    console.print(
+        f"bottleneck: {one.cost.bottleneck}; {plan.tokens / one.cost.middle:,.0f} tokens/s; model "
+        f"FLOPs utilisation {plan.mfu(one):.0%}; {one.cost.model_flops:.3g} model FLOPs a step, "
+        f"{one.cost.flops:.3g} with what is computed again"
+    )
+    if why := plan.why(one):
+        console.print(why, markup=False)
+    console.print()
+
+
+def _show_found(plan: Plan, found: Found, console: Console) -> None:
+    table = Table("best layouts", "s a step", "GiB", "largest part", box=None)
+    for c in found.best:
+        mark = " (this config)" if c.layout == plan.own.layout else ""
+        table.add_row(
+            f"{c.layout}{mark}",
+            f"{c.cost.low.total:.3g}-{c.cost.high.total:.3g}",
+            f"{c.memory.total / 2**30:.1f}",
+            c.cost.bottleneck,
+        )
+    console.print(table)
+    rejected = Table("not among them", "why", box=None)
+    for family in found.rejected:
+        rejected.add_row(family.family, family.reason)
+    console.print(rejected)
+    console.print(f"{found.tried} legal layouts in {found.seconds:.1f} s\n")
+
+
+def _show_program(program: Program, own: Candidate, console: Console) -> None:
+    table = Table("compiled", "GiB", box=None)
+    for name, size in program.bytes_per_device.items():
+        if size:
+            table.add_row(name, f"{size / 2**30:.3f}")
+    console.print(table)
+    ratio = own.memory.total / program.bytes_per_device["total"]
+    console.print(f"predicted / compiled: {ratio:.3f}; {program.compiled.seconds:.0f} s to compile")
+    moved = Table("collectives", "axes", "times", "GiB sent", "beside products", box=None)
+    for total in program.collectives:
+        moved.add_row(
+            total.kind,
+            " ".join(total.axes),
+            str(total.times),
+            f"{total.wire / 2**30:.3f}",
+            f"{total.wire_overlapped / total.wire:.0%}" if total.wire else "",
+        )
+    console.print(moved)

@@ -1,0 +1,170 @@
+"""What `plan` answers: the figures of a config's layout, better ones, and what the compiler found.
+
+Owns: the answer and its form for scripts. Does not own: any figure in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from shardtrain.plan.collectives import Total
+from shardtrain.plan.compiling import Compiled
+from shardtrain.plan.hardware import Cluster
+from shardtrain.plan.memory import MARGIN
+from shardtrain.plan.search import WORTH_SAYING, Candidate, Found, room, slower
+from shardtrain.plan.workload import Workload
+
+EXIT_DOES_NOT_FIT = 4
+EXIT_BROKEN = 5
+
+
+class Checked(Protocol):
+    """What an audit found; see `shardtrain.plan.audit`."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a promise is."""
+        ...
+
+    def as_json(self) -> Mapping[str, Any]:
+        """Plain values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """The compiled step."""
+
+    compiled: Compiled
+    collectives: tuple[Total, ...]
+    checked: Checked | None = None
+
+    @property
+    def bytes_per_device(self) -> dict[str, int]:
+        """XLA's count, and its peak as `total`."""
+        memory = dict(self.compiled.memory)
+        return {**memory, "total": memory.pop("peak")}
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        found: dict[str, Any] = {
+            "bytes_per_device": self.bytes_per_device,
+            "seconds": round(self.compiled.seconds, 2),
+            "collectives": [asdict(total) for total in self.collectives],
+        }
+        return found | (dict(self.checked.as_json()) if self.checked else {})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer."""
+
+    cluster: Cluster
+    workload: Workload
+    own: Candidate
+    """The config's layout."""
+    found: Found | None = None
+    """Others, if they were searched."""
+    program: Program | None = None
+    price: float | None = None
+    """Of one device for an hour, if there is any."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def room(self) -> float:
+        """Bytes on one device that a step may use."""
+        return room(self.cluster)
+
+    @property
+    def needed(self) -> float:
+        """Bytes on one device: XLA's count where the step was compiled, else the model's."""
+        if self.program:
+            return self.program.bytes_per_device["total"]
+        return self.own.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the config's own layout fits."""
+        return self.needed <= self.room
+
+    @property
+    def exit_code(self) -> int:
+        """What the command returns."""
+        if self.program and self.program.checked and self.program.checked.broken:
+            return EXIT_BROKEN
+        return 0 if self.fits else EXIT_DOES_NOT_FIT
+
+    def why(self, candidate: Candidate) -> str:
+        """Why a layout is not the best that was found; empty if it is nearly."""
+        best = self.found.best[0] if self.found and self.found.best else None
+        if best is None or candidate.cost.middle < WORTH_SAYING * best.cost.middle:
+            return ""
+        return f"the best layout found is faster; this one is {slower(candidate, best)}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.workload.batch_size * self.workload.length
+
+    def price_of_tokens(self, candidate: Candidate, tokens: float = 1e9) -> float | None:
+        """What so many tokens cost."""
+        if self.price is None:
+            return None
+        steps = tokens / self.tokens
+        hours = steps * candidate.cost.middle / 3600
+        return hours * self.price * self.cluster.num_devices
+
+    def mfu(self, candidate: Candidate) -> float:
+        """Model FLOPs utilisation, in [0, 1]."""
+        precision = self.workload.program.policy.name
+        flops = self.cluster.chip.flops
+        peak = flops.get(precision) or flops["float16"]
+        return candidate.cost.model_flops / (
+            candidate.cost.middle * peak * self.cluster.num_devices
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for scripts."""
+        own, found = self.own, self.found
+        return {
+            "target": str(self.cluster),
+            "fits": self.fits,
+            "parameters": self.workload.num_parameters,
+            "layout": asdict(own.layout),
+            "bytes_per_device": _rounded(own.memory.by_class()),
+            "memory": {
+                "device": self.cluster.chip.memory,
+                "margin": MARGIN,
+                "room": round(self.room),
+            },
+            "step_seconds": _ends(own),
+            "seconds": {"low": asdict(own.cost.low), "high": asdict(own.cost.high)},
+            "bottleneck": own.cost.bottleneck,
+            "why_not_best": self.why(own),
+            "model_flops": own.cost.model_flops,
+            "flops": own.cost.flops,
+            "mfu": round(self.mfu(own), 4),
+            "tokens_per_second": round(self.tokens / own.cost.middle, 1),
+            "price_per_billion_tokens": self.price_of_tokens(own),
+            "best": [
+                {
+                    "layout": asdict(c.layout),
+                    "step_seconds": _ends(c),
+                    "bytes_per_device": round(c.memory.total),
+                    "bottleneck": c.cost.bottleneck,
+                }
+                for c in (found.best if found else ())
+            ],
+            "rejected": [asdict(rejected) for rejected in (found.rejected if found else ())],
+            "tried": found.tried if found else 0,
+            "notes": list(self.notes),
+            **({"compiled": self.program.as_json()} if self.program else {}),
+        }
+
+
+def _ends(candidate: Candidate) -> list[float]:
+    return [candidate.cost.low.total, candidate.cost.high.total]
+
+
+def _rounded(sizes: Mapping[str, float]) -> dict[str, int]:
+    return {name: round(size) for name, size in sizes.items()}

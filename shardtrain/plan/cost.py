@@ -1,0 +1,306 @@
+"""How long a step takes on a cluster, part by part, before anything is compiled.
+
+Owns: which work is done how often, what goes on at the same time, and the range between the best
+and the worst of that. Does not own: the work itself (`pieces`), links (`links`), schedules
+(`strategies.schedules`).
+
+Products take their FLOPs at the part of the chip's rate that large products reach; all else takes
+its bytes at the part of the memory's rate that such work reaches. The range is from collectives
+that hide behind products as far as these last, and good products, to collectives that hide behind
+nothing, and poor products.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardtrain.errors import ConfigError
+from shardtrain.plan.hardware import Cluster
+from shardtrain.plan.links import Group, group, seconds
+from shardtrain.plan.memory import extrapolated
+from shardtrain.plan.pieces import Pieces
+from shardtrain.plan.work import Work
+from shardtrain.plan.workload import Layout, Workload
+from shardtrain.sharding.chip import Chip
+from shardtrain.sharding.mesh import DATA_AXES
+from shardtrain.strategies.schedules.simulate import Costs, simulate
+
+PRODUCTS_REACH = 0.65
+"""Part of the dense rate that large products reach, where the chip's row does not say."""
+MEMORY_REACHES = 0.8
+"""Part of the memory's rate that work limited by it reaches."""
+SPREAD = 0.1
+"""How far products may be off either way."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's time by what it goes to; the collectives' part is what nothing hides."""
+
+    products: float
+    other: float
+    """Work that is limited by memory: norms, softmax, activations."""
+    tensor: float
+    """Collectives between tensor shards."""
+    bubble: float
+    """Waiting for other stages."""
+    sends: float
+    """Activations and their gradients between stages."""
+    data: float
+    """Gradients and parameters between data shards."""
+    update: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return math.fsum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest part."""
+        return max((part.name for part in fields(self)), key=lambda name: getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs."""
+
+    low: Seconds
+    high: Seconds
+    model_flops: float
+    """Of a step on all devices, recomputation not counted."""
+    flops: float
+    """Of a step on all devices, as the program does them."""
+    groups: dict[str, Group]
+    """The device's groups along tensor, data and pipeline."""
+
+    @property
+    def middle(self) -> float:
+        """Seconds of a step, half-way between both ends."""
+        return (self.low.total + self.high.total) / 2
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that takes most."""
+        return self.high.bottleneck
+
+
+def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
+    """What a step of a layout costs on a cluster.
+
+    Args:
+        workload: the work.
+        layout: a legal layout.
+        cluster: with as many devices as the layout's.
+
+    Raises:
+        ConfigError: the chip's row lacks a figure that is needed.
+    """
+    rates = chip_rates(cluster.chip, workload.program.policy.name)
+    groups = _groups(cluster, tuple(layout.degrees.items()))
+    model = _Model(workload, layout, rates, groups)
+    return Cost(
+        low=model.seconds(products=1 - SPREAD, hides=True),
+        high=model.seconds(products=1 + SPREAD, hides=False),
+        model_flops=model.flops(recomputed=False),
+        flops=model.flops(recomputed=True),
+        groups=groups,
+    )
+
+
+@cache
+def _groups(cluster: Cluster, degrees: tuple[tuple[str, int], ...]) -> dict[str, Group]:
+    axes = {
+        "tensor": ["tensor"],
+        "data": DATA_AXES,
+        "shards": ["data"],
+        "replicas": ["replica"],
+        "pipeline": ["pipeline"],
+    }
+    return {name: group(cluster, dict(degrees), some) for name, some in axes.items()}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a chip does a second, as far as it is reached."""
+
+    products: float
+    """FLOP/s."""
+    memory: float
+    """Bytes/s."""
+
+    def seconds(self, work: Work) -> tuple[float, float]:
+        """Time of a piece's products, and of all else."""
+        products = max(work.flops / self.products, work.product_bytes / self.memory)
+        return products, work.other_bytes / self.memory
+
+
+def chip_rates(chip: Chip, precision: str) -> Rates:
+    """The rates of a chip at a precision.
+
+    Raises:
+        ConfigError: its row does not give them.
+    """
+    kind = precision
+    if precision == "bfloat16" and "bfloat16" not in chip.flops:
+        kind = "float16"
+    if kind not in chip.flops or not chip.memory_bandwidth:
+        missing = "memory_bandwidth" if kind in chip.flops else f"flops.{precision}"
+        raise ConfigError(
+            f"the row of {chip.name} has no {missing}",
+            where="target",
+            value=chip.name,
+            cure="give it in a TOML file of chips (--chips); docs/hardware.md shows how",
+        )
+    reach = chip.products_reach or PRODUCTS_REACH
+    return Rates(chip.flops[kind] * reach, chip.memory_bandwidth * MEMORY_REACHES)
+
+
+@dataclass(frozen=True)
+class _Model:
+    workload: Workload
+    layout: Layout
+    rates: Rates
+    groups: dict[str, Group]
+
+    @property
+    def pieces(self) -> Pieces:
+        return self.workload.pieces(self.layout)
+
+    def flops(self, *, recomputed: bool) -> float:
+        """FLOPs of a step on all devices, with or without what is computed again."""
+        workload, layout = self.workload, self.layout
+        pieces = self.pieces if recomputed else workload.pieces(replace(layout, remat="none"))
+        layer = pieces.layer.forward.flops + pieces.layer.backward.flops
+        whole = layer * workload.model.num_layers + pieces.head.flops + pieces.embed.flops
+        return whole * workload.batch_size * layout.tensor
+
+    def seconds(self, *, products: float, hides: bool) -> Seconds:
+        layout, samples = self.layout, self.workload.samples(self.layout)
+        layer = self.pieces.layer
+        forward = _Part.of(self.rates, layer.forward, samples, products, self._reduced(2))
+        # The product before the last reduction is not needed again, so that is not made again.
+        again = 0 if layout.remat == "none" else 1
+        backward = _Part.of(self.rates, layer.backward, samples, products, self._reduced(2 + again))
+        head = _Part.of(self.rates, self.pieces.head, samples, products, self._reduced(1))
+        embed = _Part.of(self.rates, self.pieces.embed, samples, products, self._reduced(1))
+        if layout.pipeline > 1:
+            parts, waiting, sends = self._piped(forward, backward, head, embed, hides)
+        else:
+            layers = (forward + backward) * self.workload.model.num_layers
+            parts = (layers + head + embed) * layout.microbatches
+            waiting = sends = 0.0
+        hidden = parts.products * (2 / 3) if hides else 0.0
+        return Seconds(
+            products=parts.products,
+            other=parts.other,
+            tensor=parts.tensor,
+            bubble=waiting,
+            sends=sends,
+            data=self._data(hidden),
+            update=self._update(),
+        )
+
+    def _reduced(self, times: int) -> float:
+        """Time of so many reductions of the residual stream over tensor shards."""
+        payload = self.pieces.whole_activation * self.workload.samples(self.layout)
+        return times * seconds("all-reduce", payload, self.groups["tensor"])
+
+    def _piped(
+        self, forward: "_Part", backward: "_Part", head: "_Part", embed: "_Part", hides: bool
+    ) -> tuple["_Part", float, float]:
+        """The busiest stage's work, its waiting, and its sends."""
+        layout = self.layout
+        workload = self.workload
+        spread = workload.spread(layout)
+        share = spread.share()
+        if workload.rough:
+            share = np.full_like(share, workload.model.num_layers / share.size)
+        forwards, backwards = share * forward.total, share * backward.total
+        forwards[-1, -1] += head.total
+        backwards[0, 0] += embed.total
+        weight = backwards * self.pieces.layer.weight_share
+        costs = Costs(forwards, backwards, weight)
+
+        def time(microbatches: int) -> float:
+            if workload.rough:
+                whole = float((forwards + backwards).sum(1).max())
+                return workload.even_time(layout, microbatches) * whole
+            return simulate(workload.stages(layout, microbatches)[0], costs).time
+
+        def ticks(microbatches: int) -> float:
+            return workload.stages(layout, microbatches)[0].work.num_ticks
+
+        busiest = int((forwards + backwards).sum(1).argmax())
+        layers = float(share[busiest].sum())
+        parts = (forward + backward) * layers
+        if busiest == len(share) - 1:
+            parts += head
+        if busiest == 0:
+            parts += embed
+        parts *= layout.microbatches
+        waiting = extrapolated(time, layout) - parts.total
+        payload = self.pieces.activation * self.workload.samples(layout)
+        send = seconds("send", payload, self.groups["pipeline"])
+        # The forward's send travels while the backward computes; the backward's does not.
+        sends = send * extrapolated(ticks, layout) * (1 if hides else 2)
+        return parts, float(np.maximum(waiting, 0.0)), sends
+
+    def _data(self, hidden: float) -> float:
+        """What of gradients and parameters between data shards nothing hides."""
+        layout, policy = self.layout, self.workload.program.policy
+        entries = self.workload.state(layout).entries
+        narrow = jnp.dtype(policy.compute).itemsize
+        summed = layout.microbatches > 1 or layout.pipeline > 1
+        wide = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
+        shards, replicas = self.groups["shards"], self.groups["replicas"]
+        times = layout.microbatches
+        gradients, params = wide * entries.used, narrow * entries.used
+        if layout.zero == 0:
+            return max(seconds("all-reduce", gradients, self.groups["data"]) - hidden, 0.0)
+        spread = seconds("all-reduce", wide * entries.split, replicas)
+        if layout.zero == 1:
+            scatter = seconds("reduce-scatter", gradients, shards)
+            # With one microbatch it goes on inside the backward; else after the last.
+            scatter = max(scatter - (0.0 if summed else hidden), 0.0)
+            return scatter + spread + seconds("all-gather", params, shards)
+        scatter = times * seconds("reduce-scatter", narrow * entries.used, shards)
+        if layout.zero == 2:
+            return max(scatter - hidden, 0.0) + spread + seconds("all-gather", params, shards)
+        gather = 2 * times * seconds("all-gather", params, shards)
+        return max(gather + scatter - hidden, 0.0) + spread
+
+    def _update(self) -> float:
+        """The optimizer reads and writes its state, and reads gradients twice (norm, update)."""
+        state, policy = self.workload.state(self.layout), self.workload.program.policy
+        entries = state.entries.split if self.layout.zero >= 1 else state.entries.used
+        itemsize: int = jnp.dtype(policy.accumulate).itemsize
+        moved = 2 * state.optimizer + state.parameters + 2 * entries * itemsize
+        return moved / self.rates.memory
+
+
+@dataclass(frozen=True)
+class _Part:
+    products: float
+    other: float
+    tensor: float
+
+    @classmethod
+    def of(cls, rates: Rates, work: Work, samples: int, slower: float, tensor: float) -> "_Part":
+        products, other = rates.seconds(work)
+        return cls(products * samples * slower, other * samples, tensor)
+
+    @property
+    def total(self) -> float:
+        return self.products + self.other + self.tensor
+
+    def __add__(self, other: "_Part") -> "_Part":
+        return _Part(
+            self.products + other.products, self.other + other.other, self.tensor + other.tensor
+        )
+
+    def __mul__(self, times: float) -> "_Part":
+        return _Part(self.products * times, self.other * times, self.tensor * times)

@@ -1,0 +1,156 @@
+"""Bytes on one device, by what they are for, before anything is compiled.
+
+Owns: which of a step's arrays are there at once. Does not own: where state rests (`sharding`),
+what a layer keeps (`pieces`), slots of a pipeline (`strategies.schedules`): all are asked.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import jax.numpy as jnp
+
+from shardtrain.plan.workload import Layout, State, Workload
+
+MARGIN = 0.08
+"""Part of a chip's memory left to the driver, to communication libraries and to fragments."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the moment of a step when most is held."""
+
+    parameters: float
+    master: float
+    """The wider copy of the parameters that mixed precision keeps."""
+    moments: float
+    """The rest of the optimizer's state."""
+    gradients: float
+    """Of the whole step, sums of microbatches counted in."""
+    activations: float
+    """What forwards keep for backwards, and what waits between stages."""
+    logits: float
+    """What the head holds while it makes the loss and its gradient."""
+    buffers: float
+    """What the layer under way works with: its results, gathered weights, its gradients."""
+    batch: float
+
+    @property
+    def state(self) -> float:
+        """What rests between two steps."""
+        return self.parameters + self.master + self.moments
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return math.fsum(getattr(self, part.name) for part in fields(self))
+
+    def by_class(self) -> dict[str, float]:
+        """The parts by name, and the `total`."""
+        return {part.name: getattr(self, part.name) for part in fields(self)} | {
+            "total": self.total
+        }
+
+
+def memory(workload: Workload, layout: Layout) -> Memory:
+    """What one device holds.
+
+    Args:
+        workload: the work.
+        layout: a legal layout.
+    """
+    state = workload.state(layout)
+    piped = layout.pipeline > 1
+    held = _in_pipeline(workload, layout, state) if piped else _in_a_row(workload, layout, state)
+    tokens = workload.samples(layout) * layout.microbatches * workload.length
+    words = 5 if workload.separate_documents else 3
+    return Memory(
+        parameters=state.parameters,
+        master=state.master,
+        moments=state.optimizer - state.master,
+        gradients=held.gradients,
+        activations=held.activations,
+        logits=held.logits,
+        buffers=held.buffers,
+        batch=4.0 * words * tokens,
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    gradients: float
+    activations: float
+    logits: float
+    buffers: float
+
+
+def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
+    """Microbatches one after another, each through all layers."""
+    pieces, samples = workload.pieces(layout), workload.samples(layout)
+    narrow, wide = _itemsizes(workload)
+    entries, layers = state.entries, workload.model.num_layers
+    activations = layers * samples * pieces.layer.kept
+    made = narrow * (entries.split if layout.zero >= 1 else entries.used)
+    sums = 0.0
+    if layout.microbatches > 1:
+        made = narrow * (entries.split if layout.zero >= 2 else entries.used)
+        sums = wide * (entries.split if layout.zero >= 2 else entries.used)
+    layer_weights = narrow * entries.layers / layers
+    # One layer's gradients before they are reduced; with ZeRO 3 its gathered weights.
+    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
+    work += layer_weights if layout.zero >= 3 else 0.0
+    head = pieces.head.peak * samples
+    head += narrow * entries.ends if layout.zero >= 3 else 0.0
+    # Gradients of the layers are made after the head is done with its scores.
+    if head > made + work:
+        return _Held(sums, activations, head, 0.0)
+    return _Held(sums + made, activations, 0.0, work)
+
+
+def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
+    """Microbatches through stages: what lies in slots, sums in wide numbers, one piece of work."""
+    pieces, samples = workload.pieces(layout), workload.samples(layout)
+    narrow, wide = _itemsizes(workload)
+    entries = state.entries
+    spread = workload.spread(layout)
+    places = spread.virtual_stages * spread.num_slots
+
+    def slots(buffer: str) -> float:
+        return extrapolated(lambda count: workload.slots(layout, count)[buffer], layout)
+
+    kept = slots("residual") * pieces.layer.kept + slots("pending") * pieces.layer.pending
+    # Each stream has one slot more, to throw away into.
+    streams = (slots("activation") + slots("gradient") + 2) * pieces.activation
+    activations = samples * (kept * spread.num_slots + streams)
+    sums = wide * (entries.split if layout.zero >= 2 else entries.used)
+    layer_weights = narrow * entries.layers / places
+    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
+    work += layer_weights if layout.zero >= 3 else 0.0
+    head = (pieces.head.peak + 2 * pieces.activation) * samples + narrow * entries.ends
+    if head > work:
+        return _Held(sums, activations, head, 0.0)
+    return _Held(sums, activations, 0.0, work)
+
+
+def extrapolated(figure: Callable[[int], float], layout: Layout) -> float:
+    """A figure of a schedule with very many microbatches, from two with fewer.
+
+    Beyond a few rounds through the stages every further round is like the one before, so the figure
+    grows by as much (or not at all).
+
+    Args:
+        figure: of a number of microbatches.
+        layout: with a pipeline.
+    """
+    stages, microbatches = layout.pipeline, layout.microbatches
+    few, more = 2 * stages, 3 * stages
+    if microbatches <= more or layout.table:
+        return figure(microbatches)
+    first, second = figure(few), figure(more)
+    return second + (second - first) / stages * (microbatches - more)
+
+
+def _itemsizes(workload: Workload) -> tuple[int, int]:
+    """Bytes of an entry of a gradient, and of a sum of several."""
+    policy = workload.program.policy
+    return jnp.dtype(policy.compute).itemsize, jnp.dtype(policy.accumulate).itemsize

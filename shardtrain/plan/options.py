@@ -1,0 +1,43 @@
+"""What can be asked of the `plan` command; imported before jax is.
+
+Owns: the options, their defaults and help. Does not own: the config that is planned.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a config is planned, and how the plan is told."""
+
+    target: str = "h100:1x8"
+    """The cluster: CHIP:HOSTSxCHIPS, such as h100:64x8; docs/hardware.md lists the chips."""
+    search: bool = True
+    """Whether to look at all other layouts too."""
+    top: int = 10
+    """Layouts to print."""
+    objective: Literal["time", "memory", "cost"] = "time"
+    """What makes a layout better; cost also looks at fewer hosts, and needs a price."""
+    price: float = 0.0
+    """Of one device for an hour, in any currency. 0 = that of the chip's row, if it has one."""
+    explain: str = ""
+    """Another layout to explain besides the config's, as changes to it: "tensor=4, zero=3"."""
+    sweep: str = ""
+    """Sizes to compare: "batch_size=256,512,1024" or "sequence_length=2048,4096"."""
+    out: str = ""
+    """A config to write with the best layout in it."""
+    picture: str = ""
+    """A picture to write (.svg, .png): memory, time by part, and one step."""
+    chips: str = ""
+    """A TOML file with chips of your own."""
+    compile: bool = False
+    """Compile the run's own step for the target, which need not be here (extra `plan`)."""
+    audit: bool = False
+    """Compile, and check the program against what the layout promises; exit 5 if one is broken."""
+    keep: str = ""
+    """A folder for the compiled program's text and figures."""
+    seconds: float = 900.0
+    """Time limit of the compiler."""
+    json: bool = False
+    """Print JSON and nothing else."""

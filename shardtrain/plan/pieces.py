@@ -1,0 +1,172 @@
+"""The pieces of a model as one device runs them, traced for one sample: layer, ends.
+
+Owns: which shapes one device sees, and what a layer's forward keeps for its backward there. Does
+not own: what is added up over layers and microbatches (`memory`, `cost`).
+
+The planner has no formula for activations: it traces the run's own functions, with the heads, the
+columns and the tokens that one device has.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardtrain.data.language import blank_batch
+from shardtrain.plan.work import Work, trace, work_of
+from shardtrain.sharding.rules import one_of_many
+from shardtrain.strategies.layer_vjp import LayerVjp
+from shardtrain.strategies.parts import LAYERS, Cut
+from shardtrain.strategies.remat import remat
+from shardtrain.train.build import Program
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on one device, for one sample."""
+
+    forward: Work
+    backward: Work
+    """What the remat policy computes again counted in."""
+    kept: int
+    """Bytes that a forward keeps for its backward, its input counted in."""
+    pending: int
+    """Bytes that a backward leaves for its weight part, in schedules that split it."""
+    weight_share: float
+    """Part of the backward's FLOPs that is in the weight part."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model on one device, for one sample."""
+
+    layer: Layer
+    embed: Work
+    """Forward and backward."""
+    head: Work
+    """The loss and its gradient."""
+    activation: int
+    """Bytes of the residual stream, which stages send to each other."""
+    whole_activation: int
+    """Bytes of it where its positions are not split."""
+    logits: int
+    """Bytes of the scores of all its tokens."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What one device sees of a sample."""
+
+    length: int
+    tensor: int
+    """Degree that heads, columns and vocabulary are divided by; the program is one part's."""
+    sequence_parallel: bool
+    separate_documents: bool
+    dropout: bool
+    platform: str
+    split: bool
+    """Whether the schedule has weight gradients of their own."""
+
+
+def trace_pieces(program: Program, shapes: Shapes, policy: str) -> Pieces:
+    """Traces the pieces of a model on one device.
+
+    Args:
+        program: of the model's part that one device of a tensor group has, on an abstract mesh.
+        shapes: what the device sees.
+        policy: `train.remat`.
+
+    Returns:
+        The pieces. Nothing is compiled and no array is made.
+    """
+    cut = program.parts.cut
+    assert cut is not None
+    residual = shapes.length // (shapes.tensor if shapes.sequence_parallel else 1)
+    with one_of_many(shapes.platform, {"length": shapes.length, "residual_length": residual}):
+        return _traced(cut, _params(program), shapes, policy)
+
+
+def _params(program: Program) -> PyTree:
+    dtype = program.policy.compute
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), program.placement.shapes
+    )
+
+
+def _traced(cut: Cut, params: PyTree, shapes: Shapes, policy: str) -> Pieces:
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+        blank_batch(1, shapes.length, separate_documents=shapes.separate_documents),
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0)) if shapes.dropout else None
+
+    def context_of(params: PyTree, batch: PyTree, key: Any) -> PyTree:
+        return cut.context(params, batch, key)
+
+    def embedded(params: PyTree, batch: PyTree, context: PyTree) -> PyTree:
+        return cut.embed(params, batch, context)
+
+    # Functions of their own: jax remembers shapes by function, and these depend on the rules.
+    context = jax.eval_shape(context_of, params, batch, key)
+    x = jax.eval_shape(embedded, params, batch, context)
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS]
+    )
+    ends = {name: part for name, part in params.items() if name != LAYERS}
+
+    def whole(ends: PyTree) -> PyTree:
+        return {**ends, LAYERS: params[LAYERS]}
+
+    def embed(ends: PyTree, batch: PyTree, context: PyTree, g: jax.Array) -> PyTree:
+        y, pull = jax.vjp(lambda e: cut.embed(whole(e), batch, context), ends)
+        return y, pull(g)
+
+    def head(ends: PyTree, x: jax.Array, batch: PyTree) -> PyTree:
+        def loss(ends: PyTree, x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.stack(jax.tree.leaves(cut.head(whole(ends), x, batch))))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(ends, x)
+
+    head_work = work_of(trace(head, ends, x, batch))
+    return Pieces(
+        layer=_layer(remat(policy)(cut.layer), weights, x, context, shapes.split),
+        embed=work_of(trace(embed, ends, batch, context, x)),
+        head=head_work,
+        activation=nbytes(x),
+        whole_activation=nbytes(x) // x.shape[1] * shapes.length,
+        logits=4 * head_work.products[0].rows * head_work.products[0].columns,
+    )
+
+
+def _layer(
+    layer: Callable[..., Any], weights: PyTree, x: Any, context: PyTree, split: bool
+) -> Layer:
+    index = jax.ShapeDtypeStruct((), jnp.uint32)
+    vjp = LayerVjp(layer, weights, index, x, context)
+    forward = work_of(trace(vjp.forward, weights, index, x, context))
+    backward = work_of(trace(vjp.backward, weights, index, vjp.kept, x, context))
+    pending, share = 0, 0.0
+    if split:
+        cut = LayerVjp(layer, weights, index, x, context, split=True)
+        first = work_of(trace(cut.backward, weights, index, cut.kept, x, context))
+        pending, share = sum(map(nbytes, cut.pending)), 1 - first.flops / backward.flops
+    return Layer(
+        forward=forward,
+        backward=backward,
+        kept=sum(map(nbytes, vjp.kept)),
+        pending=pending,
+        weight_share=share,
+    )
+
+
+def nbytes(leaf: Any) -> int:
+    """Bytes of a shape; a random key is two words."""
+    size = math.prod(leaf.shape)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return int(size * (8 if is_key else np.dtype(leaf.dtype).itemsize))

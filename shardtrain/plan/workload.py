@@ -1,0 +1,324 @@
+"""What is planned: a run's work without its layout, and one layout of it.
+
+Owns: `Layout`, the choices that do not change what is computed, and `Workload`, all else that the
+planner must know, traced at most once. Does not own: what a layout costs (`memory`, `cost`), or
+which are legal (`layout`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from shardtrain.models.config import TransformerConfig
+from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
+from shardtrain.plan.stages import make_stages
+from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
+from shardtrain.sharding.placement import Placement, bytes_per_device, leaves_by_path, tree_bytes
+from shardtrain.sharding.rules import compute_table, stored_table
+from shardtrain.strategies.config import PipelineConfig
+from shardtrain.strategies.parts import LAYERS
+from shardtrain.strategies.schedules.layout import Layout as Spread
+from shardtrain.strategies.schedules.simulate import even, make_costs, simulate
+from shardtrain.strategies.schedules.table import BUFFERS, Schedule
+from shardtrain.train.build import Program
+
+PyTree = Any
+Rules = Mapping[str, str | list[str] | None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything about a run that costs or saves, and does not change what is computed.
+
+    The fields are keys of a config: see `sections`.
+    """
+
+    pipeline: int = 1
+    replica: int = 1
+    data: int = 1
+    tensor: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    microbatches: int = 1
+    remat: str = "none"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    layers: str = ""
+    """`pipeline.layout`."""
+    table: str = ""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every mesh axis."""
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
+
+    @property
+    def table_key(self) -> tuple[str | int, ...]:
+        """What the table of a pipeline depends on, besides the number of microbatches."""
+        return (self.pipeline, self.schedule, self.virtual_stages, self.layers, self.table)
+
+    @property
+    def shards(self) -> int:
+        """Parts that a microbatch is cut into."""
+        return self.replica * self.data
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The same as sections of a config."""
+        pipeline = {
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages,
+            "layout": self.layers,
+            "table": self.table,
+        }
+        return {
+            "mesh": self.degrees,
+            "sharding": {"zero": self.zero, "sequence_parallel": self.sequence_parallel},
+            "train": {"microbatches": self.microbatches, "remat": self.remat},
+            **({"pipeline": pipeline} if self.pipeline > 1 else {}),
+        }
+
+    def __str__(self) -> str:
+        mesh = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        words = [" x ".join(mesh) or "one device", f"zero {self.zero}"]
+        words += ["sequence parallel"] * self.sequence_parallel
+        if self.pipeline > 1:
+            virtual = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            words.append(self.schedule + virtual)
+        words.append(f"microbatches {self.microbatches}")
+        return ", ".join([*words, f"remat {self.remat}"])
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A run's work, whatever its layout."""
+
+    program: Program
+    """Of one device, on an abstract mesh: names, shapes, dtypes, optimizer."""
+    part: Callable[[int], Program]
+    """The same for the part of the model that one of so many tensor shards holds."""
+    model: TransformerConfig
+    vocab_size: int
+    length: int
+    """Tokens of a sequence."""
+    batch_size: int
+    """Sequences of a step."""
+    separate_documents: bool
+    platform: str
+    """Of the devices: "gpu", "tpu" or "cpu"."""
+    rules: Rules = field(default_factory=dict)
+    rough: bool = False
+    """Whether to take the optimizer's state by its bytes an entry, and stages as equal: for a
+    search over thousands of layouts."""
+    traced: "Traced" = field(default_factory=lambda: Traced({}, {}), repr=False)
+    """What was traced already; other workloads made of this one by `replace` share it."""
+
+    def samples(self, layout: Layout) -> int:
+        """Sequences of one microbatch on one device."""
+        return self.batch_size // (layout.microbatches * layout.shards)
+
+    @cached_property
+    def _stages(self) -> dict[Any, tuple[Schedule, Spread]]:
+        return {}
+
+    @cached_property
+    def _slots(self) -> dict[Any, dict[str, int]]:
+        return {}
+
+    @cached_property
+    def _times(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _states(self) -> dict[Any, "State"]:
+        return {}
+
+    def pieces(self, layout: Layout) -> Pieces:
+        """The model's pieces as one device of a layout runs them, for one sample."""
+        tensor = layout.tensor
+        shapes = Shapes(
+            length=self.length,
+            tensor=tensor,
+            sequence_parallel=layout.sequence_parallel and tensor > 1,
+            separate_documents=self.separate_documents,
+            dropout=self.model.dropout > 0,
+            platform=self.platform,
+            split=layout.pipeline > 1 and (layout.schedule == "zero_bubble" or bool(layout.table)),
+        )
+        key = (shapes, layout.remat)
+        parts, pieces = self.traced.parts, self.traced.pieces
+        if key not in pieces:
+            if tensor not in parts:
+                parts[tensor] = self.part(tensor)
+            pieces[key] = trace_pieces(parts[tensor], shapes, layout.remat)
+        return pieces[key]
+
+    def stages(self, layout: Layout, microbatches: int) -> tuple[Schedule, Spread]:
+        """The proven table for so many microbatches, and the layers of each virtual stage."""
+        key = (*layout.table_key, microbatches)
+        if key not in self._stages:
+            section = PipelineConfig(**layout.sections["pipeline"])
+            self._stages[key] = make_stages(
+                section,
+                self.model,
+                stages=layout.pipeline,
+                microbatches=microbatches,
+                length=self.length,
+                vocab_size=self.vocab_size,
+                proven=not self.rough,
+            )
+        return self._stages[key]
+
+    def slots(self, layout: Layout, microbatches: int) -> dict[str, int]:
+        """Slots of each buffer of a stage."""
+        key = (*layout.table_key, microbatches)
+        if key not in self._slots:
+            slots = self.stages(layout, microbatches)[0].slots
+            self._slots[key] = {buffer: slots.size(buffer) for buffer in BUFFERS}
+        return self._slots[key]
+
+    def even_time(self, layout: Layout, microbatches: int) -> float:
+        """Time of the table if stages are equal, their work on one microbatch being 1."""
+        schedule = self.stages(layout, microbatches)[0]
+        key = id(schedule)
+        if key not in self._times:
+            share = even(schedule.work.num_stages, schedule.work.num_virtual)
+            self._times[key] = simulate(schedule, make_costs(share, 1 / 3, 2 / 3)).time
+        return self._times[key]
+
+    def spread(self, layout: Layout) -> Spread:
+        """The layers of each virtual stage, without the table of all microbatches."""
+        few = layout.microbatches if layout.table else min(layout.pipeline, layout.microbatches)
+        return self.stages(layout, few)[1]
+
+    def state(self, layout: Layout) -> "State":
+        """What rests on one device."""
+        rows = self.model.num_layers
+        if layout.pipeline > 1:
+            spread = self.spread(layout)
+            rows = spread.stages * spread.virtual_stages * spread.num_slots
+        key = (tuple(layout.degrees.values()), layout.zero, layout.sequence_parallel, rows)
+        if key not in self._states:
+            self._states[key] = self._rest(layout, rows)
+        return self._states[key]
+
+    def _rest(self, layout: Layout, rows: int) -> "State":
+        placement, policy = self.placement(layout, rows), self.program.policy
+        entries = _entries(placement)
+        params = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, policy.compute), placement.shapes
+        )
+        if self.rough:
+            return self._by_the_entry(layout, entries)
+        masters = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, policy.master), placement.shapes
+        )
+        optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
+        opt_state = jax.eval_shape(optimizer.init, masters)
+        return State(
+            parameters=tree_bytes(params, placement.params),
+            optimizer=tree_bytes(opt_state, placement.optimizer_state(opt_state)),
+            master=tree_bytes(masters, placement.optimizer) if policy.has_master else 0,
+            entries=entries,
+        )
+
+    def _by_the_entry(self, layout: Layout, entries: "Entries") -> "State":
+        """The state as if each entry of a parameter cost the same."""
+        one, policy = self._one, self.program.policy
+        resting = entries.split if layout.zero >= 1 else entries.used
+        return State(
+            parameters=(entries.split if layout.zero >= 3 else entries.used)
+            * jnp.dtype(policy.compute).itemsize,
+            optimizer=round(resting * one.optimizer / one.entries.used),
+            master=resting * jnp.dtype(policy.master).itemsize * policy.has_master,
+            entries=entries,
+        )
+
+    @cached_property
+    def _one(self) -> "State":
+        """What one device would hold of it all."""
+        return dataclasses.replace(self, rough=False).state(Layout())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, padding of tables counted in."""
+        return self._one.entries.used
+
+    def placement(self, layout: Layout, rows: int) -> Placement:
+        """Where the parameters rest, with so many rows of layers."""
+        own = self.program.placement
+        compute = compute_table(
+            sequence_parallel=layout.sequence_parallel, overrides=self.rules or None
+        )
+        layers = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), own.shapes[LAYERS]
+        )
+        mesh: AbstractMesh = abstract_mesh(layout.degrees, self.platform)
+        return Placement(
+            mesh=mesh,
+            compute=compute,
+            stored=stored_table(compute),
+            zero=layout.zero,
+            names=own.names,
+            shapes={**own.shapes, LAYERS: layers},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The model's parts by tensor degree, and their pieces."""
+
+    parts: dict[int, Program]
+    pieces: dict[tuple[Shapes, str], Pieces]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Bytes that rest on one device between two steps."""
+
+    parameters: int
+    optimizer: int
+    """Masters, moments, counts."""
+    master: int
+    """The part of it that is the wider copy of the parameters."""
+    entries: "Entries"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of parameters on one device: as they are used, and split further by ZeRO."""
+
+    layers: int
+    ends: int
+    split_layers: int
+    split_ends: int
+
+    @property
+    def used(self) -> int:
+        """All that one device computes with, however it rests."""
+        return self.layers + self.ends
+
+    @property
+    def split(self) -> int:
+        """Its part of them after ZeRO's split."""
+        return self.split_layers + self.split_ends
+
+
+def _entries(placement: Placement) -> Entries:
+    counts = []
+    shapes = leaves_by_path(placement.shapes)
+    whole = jax.tree.leaves(placement.computed)
+    split = jax.tree.leaves(dataclasses.replace(placement, zero=1).optimizer)
+    for shardings in (whole, split):
+        sizes = {True: 0, False: 0}
+        for (path, leaf), sharding in zip(shapes, shardings, strict=True):
+            is_layer = path.split("/")[0] == LAYERS
+            sizes[is_layer] += bytes_per_device(leaf.shape, "int8", sharding)
+        counts += [sizes[True], sizes[False]]
+    return Entries(*counts)
