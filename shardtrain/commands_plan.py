@@ -1,24 +1,23 @@
 """The command `plan`: whether a config fits a cluster, how fast it is, and which layout is best."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from shardtrain.commands_plan_text import WIDTH, show, show_candidate, show_points
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
 from shardtrain.errors import ConfigError
-from shardtrain.plan.answer import Plan, Program
-from shardtrain.plan.collectives import collectives, totals
+from shardtrain.plan.answer import Plan, Point, Program
+from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
-from shardtrain.plan.hlo import parse_hlo
-from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.options import PlanOptions
 from shardtrain.plan.picture import save
-from shardtrain.plan.search import Candidate, Found, candidate
+from shardtrain.plan.search import candidate
 from shardtrain.plan.search import search as search_layouts
 from shardtrain.plan.targets import Target
 from shardtrain.plan.workload import Layout, Workload
@@ -176,8 +175,18 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
     job = Job(lower_step, (config, plan.workload.vocab_size))
     compiled = compile_for(target, {"step": job}, seconds=seconds)["step"]
-    degrees = plan.own.layout.degrees
-    return Program(compiled, totals(collectives(parse_hlo(compiled.text), degrees)))
+    mesh = abstract_mesh(plan.own.layout.degrees, plan.workload.platform)
+    expected = expect(
+        make_program(config, vocab_size=plan.workload.vocab_size, mesh=mesh),
+        model=config.model,
+        vocab_size=plan.workload.vocab_size,
+        length=plan.workload.length,
+        batch_size=plan.workload.batch_size,
+        remat=config.train.remat,
+        domain=cluster.domain,
+        memory=cluster.chip.memory,
+    )
+    return Program(compiled, audit(compiled, expected))
 
 
 def other_layout(plan: Plan, text: str) -> Layout:
@@ -236,25 +245,6 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 SWEPT = ("batch_size", "sequence_length", "hosts")
-
-
-@dataclass(frozen=True)
-class Point:
-    """The best of one size."""
-
-    key: str
-    value: int
-    cluster: Cluster
-    best: Candidate | None
-    """None where nothing fits."""
-    tokens: int
-    """Of a step."""
-
-    def price_of_tokens(self, price: float, tokens: float = 1e9) -> float:
-        """What so many tokens cost, at a price of one device for an hour."""
-        assert self.best is not None
-        hours = tokens / self.tokens * self.best.cost.middle / 3600
-        return hours * price * self.cluster.num_devices
 
 
 def sweep(plan: Plan, text: str) -> tuple[Point, ...]:
@@ -329,11 +319,11 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         told = [_point_json(plan, point) for point in points]
         print(json.dumps({**plan.as_json(), "explained": explained, "sweep": told}))
         return plan.exit_code
-    console = Console(highlight=False, width=_WIDTH)
+    console = Console(highlight=False, width=WIDTH)
     show(plan, console)
     for other in others:
         show_candidate(plan, other, console)
-    _show_points(plan, points, console)
+    show_points(plan, points, console)
     return plan.exit_code
 
 
@@ -355,7 +345,9 @@ def keep_program(program: Program, folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / "step.hlo").write_text(program.compiled.text, encoding="utf-8")
-        figures = json.dumps(program.as_json(), indent=1)
+        figures = json.dumps(
+            {"bytes_per_device": program.bytes_per_device, **program.audit.as_json()}, indent=1
+        )
         (Path(folder) / "figures.json").write_text(figures + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", where=f"keep={folder}") from error
@@ -374,113 +366,3 @@ def _point_json(plan: Plan, point: Point) -> dict[str, Any]:
         "tokens_per_second": point.tokens / best.cost.middle,
         "price_per_billion_tokens": price,
     }
-
-
-def _show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None:
-    if not points:
-        return
-    priced = plan.price is not None
-    columns = [points[0].key, "s a step", "tokens/s", "GiB", "price of 1e9 tokens", "layout"]
-    table = Table(*(c for c in columns if priced or not c.startswith("price")), box=None)
-    for point in points:
-        best = point.best
-        if best is None:
-            table.add_row(str(point.value), "does not fit")
-            continue
-        cells = [
-            str(point.value),
-            f"{best.cost.low.total:.3g}-{best.cost.high.total:.3g}",
-            f"{point.tokens / best.cost.middle:,.0f}",
-            f"{best.memory.total / 2**30:.1f}",
-            *([f"{point.price_of_tokens(plan.price):,.0f}"] if plan.price is not None else []),
-            str(best.layout),
-        ]
-        table.add_row(*cells)
-    console.print(table)
-
-
-_WIDTH = 110
-
-
-def show(plan: Plan, console: Console) -> None:
-    """Prints a plan for the eye."""
-    console.print(
-        f"{plan.workload.num_parameters / 1e9:.3g} billion parameters on {plan.cluster}\n",
-        markup=False,
-    )
-    show_candidate(plan, plan.own, console)
-    if plan.found:
-        _show_found(plan, plan.found, console)
-    if plan.program:
-        _show_program(plan.program, plan.own, console)
-    for note in plan.notes:
-        console.print(f"note: {note}", markup=False)
-
-
-def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
-    """Prints the figures of a layout."""
-    console.print(str(one.layout), markup=False)
-    table = Table("bytes on a device", "GiB", box=None)
-    for name, size in one.memory.by_class().items():
-        if size:
-            table.add_row(name, f"{size / 2**30:.2f}")
-    console.print(table)
-    needed = plan.needed if one is plan.own else one.memory.total
-    console.print(
-        f"{'fits' if needed <= plan.room else 'does NOT fit'} into {plan.room / 2**30:.1f} GiB: "
-        f"{(plan.cluster.chip.memory or 0) / 2**30:.1f} of the device, less {MARGIN:.0%} for the "
-        "driver, for communication and for fragments\n"
-    )
-    parts = Table("seconds of a step", "low", "high", box=None)
-    low, high = asdict(one.cost.low), asdict(one.cost.high)
-    for name in low:
-        if high[name]:
-            parts.add_row(name, f"{low[name]:.3g}", f"{high[name]:.3g}")
-    parts.add_row("step", f"{one.cost.low.total:.3g}", f"{one.cost.high.total:.3g}")
-    console.print(parts)
-    console.print(
-        f"bottleneck: {one.cost.bottleneck}; {plan.tokens / one.cost.middle:,.0f} tokens/s; model "
-        f"FLOPs utilisation {plan.mfu(one):.0%}; {one.cost.model_flops:.3g} model FLOPs a step, "
-        f"{one.cost.flops:.3g} with what is computed again"
-    )
-    if why := plan.why(one):
-        console.print(why, markup=False)
-    console.print()
-
-
-def _show_found(plan: Plan, found: Found, console: Console) -> None:
-    table = Table("best layouts", "s a step", "GiB", "largest part", box=None)
-    for c in found.best:
-        mark = " (this config)" if c.layout == plan.own.layout else ""
-        table.add_row(
-            f"{c.layout}{mark}",
-            f"{c.cost.low.total:.3g}-{c.cost.high.total:.3g}",
-            f"{c.memory.total / 2**30:.1f}",
-            c.cost.bottleneck,
-        )
-    console.print(table)
-    rejected = Table("not among them", "why", box=None)
-    for family in found.rejected:
-        rejected.add_row(family.family, family.reason)
-    console.print(rejected)
-    console.print(f"{found.tried} legal layouts in {found.seconds:.1f} s\n")
-
-
-def _show_program(program: Program, own: Candidate, console: Console) -> None:
-    table = Table("compiled", "GiB", box=None)
-    for name, size in program.bytes_per_device.items():
-        if size:
-            table.add_row(name, f"{size / 2**30:.3f}")
-    console.print(table)
-    ratio = own.memory.total / program.bytes_per_device["total"]
-    console.print(f"predicted / compiled: {ratio:.3f}; {program.compiled.seconds:.0f} s to compile")
-    moved = Table("collectives", "axes", "times", "GiB sent", "beside products", box=None)
-    for total in program.collectives:
-        moved.add_row(
-            total.kind,
-            " ".join(total.axes),
-            str(total.times),
-            f"{total.wire / 2**30:.3f}",
-            f"{total.wire_overlapped / total.wire:.0%}" if total.wire else "",
-        )
-    console.print(moved)

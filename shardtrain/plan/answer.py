@@ -5,9 +5,9 @@ Owns: the answer and its form for scripts. Does not own: any figure in it.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from shardtrain.plan.collectives import Total
+from shardtrain.plan.audit import Audit
 from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.memory import MARGIN
@@ -18,41 +18,18 @@ EXIT_DOES_NOT_FIT = 4
 EXIT_BROKEN = 5
 
 
-class Checked(Protocol):
-    """What an audit found; see `shardtrain.plan.audit`."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether a promise is."""
-        ...
-
-    def as_json(self) -> Mapping[str, Any]:
-        """Plain values."""
-        ...
-
-
 @dataclass(frozen=True)
 class Program:
     """The compiled step."""
 
     compiled: Compiled
-    collectives: tuple[Total, ...]
-    checked: Checked | None = None
+    audit: Audit
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
         """XLA's count, and its peak as `total`."""
         memory = dict(self.compiled.memory)
         return {**memory, "total": memory.pop("peak")}
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        found: dict[str, Any] = {
-            "bytes_per_device": self.bytes_per_device,
-            "seconds": round(self.compiled.seconds, 2),
-            "collectives": [asdict(total) for total in self.collectives],
-        }
-        return found | (dict(self.checked.as_json()) if self.checked else {})
 
 
 @dataclass(frozen=True)
@@ -90,7 +67,7 @@ class Plan:
     @property
     def exit_code(self) -> int:
         """What the command returns."""
-        if self.program and self.program.checked and self.program.checked.broken:
+        if self.program and self.program.audit.broken:
             return EXIT_BROKEN
         return 0 if self.fits else EXIT_DOES_NOT_FIT
 
@@ -158,8 +135,38 @@ class Plan:
             "rejected": [asdict(rejected) for rejected in (found.rejected if found else ())],
             "tried": found.tried if found else 0,
             "notes": list(self.notes),
-            **({"compiled": self.program.as_json()} if self.program else {}),
+            **({"compiled": self._compiled(self.program)} if self.program else {}),
         }
+
+    def _compiled(self, program: Program) -> dict[str, Any]:
+        """What the compiler found; classes of state are exact, the others are XLA's."""
+        held = self.own.memory.by_class()
+        state = {name: round(held[name]) for name in ("parameters", "master", "moments")}
+        return {
+            "seconds": round(program.compiled.seconds, 2),
+            "rematerialized": list(program.compiled.rematerialized),
+            **program.audit.as_json(),
+            "bytes_per_device": state | program.bytes_per_device,
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout for one size of a sweep."""
+
+    key: str
+    value: int
+    cluster: Cluster
+    best: Candidate | None
+    """None where nothing fits."""
+    tokens: int
+    """Of a step."""
+
+    def price_of_tokens(self, price: float, tokens: float = 1e9) -> float:
+        """What so many tokens cost, at a price of one device for an hour."""
+        assert self.best is not None
+        hours = tokens / self.tokens * self.best.cost.middle / 3600
+        return hours * price * self.cluster.num_devices
 
 
 def _ends(candidate: Candidate) -> list[float]:

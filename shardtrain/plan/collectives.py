@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,10 @@ class Collective:
     """FLOPs of products between its start and its done, once."""
     op_name: str
     """The operation of the user's program that it stems from."""
+    computation: str
+    """The computation that it stands in."""
+    groups: Groups = field(repr=False, compare=False)
+    """Who takes part with whom."""
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -78,6 +82,11 @@ class Collective:
         share = (self.group_size - 1) / self.group_size
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return factor.get(self.kind, share) * self.payload
+
+    def crosses(self, domain: int) -> bool:
+        """Whether a group spans several domains of so many neighbouring devices."""
+        domains = self.groups // domain
+        return bool((domains != domains[:, :1]).any())
 
     @property
     def is_overlapped(self) -> bool:
@@ -111,9 +120,9 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
     found = []
     for visit in module.visits():
         for index, instruction in enumerate(visit.computation.instructions):
-            moved = _moved(module, visit.computation, instruction)
-            if moved is not None:
-                found.append(_read(module, visit, index, moved, mesh))
+            what = moved(module, visit.computation, instruction)
+            if what is not None:
+                found.append(_read(module, visit, index, what, mesh))
     return tuple(found)
 
 
@@ -141,7 +150,7 @@ Moved = tuple[Computation, Instruction, str]
 """The computation of a collective, the instruction itself, its kind."""
 
 
-def _moved(module: Module, computation: Computation, instruction: Instruction) -> Moved | None:
+def moved(module: Module, computation: Computation, instruction: Instruction) -> Moved | None:
     """The collective that an instruction is, begins, or wraps in a fusion or async computation."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
@@ -151,24 +160,23 @@ def _moved(module: Module, computation: Computation, instruction: Instruction) -
     for name in instruction.callees("calls", "called_computations"):
         inner = module.computations[name]
         for other in inner.instructions:
-            moved = _moved(module, inner, other)
-            if moved is not None:
-                return _scattered(inner, moved)
+            what = moved(module, inner, other)
+            if what is not None:
+                return _scattered(inner, what)
     return None
 
 
-def _scattered(computation: Computation, moved: Moved) -> Moved:
+def _scattered(computation: Computation, what: Moved) -> Moved:
     """An all-reduce of which a fusion keeps a slice is a reduce-scatter (so TPUs print it)."""
-    root = next(i for i in computation.instructions if i.is_root)
-    if moved[2] == "all-reduce" and root.opcode == "dynamic-slice":
-        return (*moved[:2], "reduce-scatter")
-    return moved
+    if what[2] == "all-reduce" and computation.root.opcode == "dynamic-slice":
+        return (*what[:2], "reduce-scatter")
+    return what
 
 
 def _read(
-    module: Module, visit: Visit, index: int, moved: Moved, mesh: Mapping[str, int]
+    module: Module, visit: Visit, index: int, what: Moved, mesh: Mapping[str, int]
 ) -> Collective:
-    computation, instruction, kind = moved
+    computation, instruction, kind = what
     outer = visit.computation.instructions[index]
     groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
     arrays = computation.operand_arrays(instruction)
@@ -189,6 +197,8 @@ def _read(
         is_async=waits,
         hidden_flops=_hidden_flops(module, visit.computation, index) if waits else 0,
         op_name=instruction.op_name or outer.op_name,
+        computation=visit.computation.name,
+        groups=groups,
     )
 
 

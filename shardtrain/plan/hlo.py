@@ -26,6 +26,7 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_DONATED = re.compile(r"\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{([\d,]*)\}|ensions":\[([\d",]*)\])')
 
 
@@ -78,6 +79,8 @@ class Instruction:
     attributes: str
     """All that follows the operands."""
     is_root: bool
+    number: int | None = None
+    """Of a parameter: which one it is."""
 
     @property
     def arrays(self) -> tuple[ArrayShape, ...]:
@@ -111,9 +114,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The operation in the user's program that it stems from."""
+        """The operation in the user's program that it stems from; an argument's name there."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return found[1].replace("\\'", "'") if found else ""
 
     @property
     def is_start(self) -> bool:
@@ -132,6 +135,11 @@ class Computation:
     def by_name(self) -> Mapping[str, Instruction]:
         """Its instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(i for i in self.instructions if i.is_root)
 
     def operand_arrays(self, instruction: Instruction) -> tuple[ArrayShape, ...]:
         """The arrays that one of its instructions reads."""
@@ -162,6 +170,8 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: str
+    donated: frozenset[int] = frozenset()
+    """Numbers of the entry's parameters whose memory results take over."""
     _flops: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def visits(self) -> Iterator[Visit]:
@@ -274,7 +284,7 @@ def parse_hlo(text: str) -> Module:
             lines.append(_instruction(bool(found[1]), found[2], found[3]))
     if entry not in computations:
         raise HloError("no entry computation")
-    return Module(computations, entry)
+    return Module(computations, entry, frozenset(map(int, _DONATED.findall(header))))
 
 
 def _instruction(is_root: bool, name: str, text: str) -> Instruction:
@@ -286,11 +296,12 @@ def _instruction(is_root: bool, name: str, text: str) -> Instruction:
     end = _closing(rest, head.end() - 1)
     inside = re.sub(r"/\*.*?\*/", "", rest[head.end() : end - 1])
     operands: list[str] = []
+    number = int(inside) if head[1] == "parameter" else None
     if head[1] not in ("constant", "parameter"):
         operands = re.findall(r"%([\w.\-]+)", inside)
         if not operands:
             operands = [word.split()[-1] for word in inside.split(",") if word.strip()]
-    return Instruction(name, head[1], shape, tuple(operands), rest[end:], is_root)
+    return Instruction(name, head[1], shape, tuple(operands), rest[end:], is_root, number)
 
 
 def _closing(text: str, start: int) -> int:

@@ -19,8 +19,10 @@ import pytest
 
 from shardtrain.config import RunConfig, load_config
 from shardtrain.models.flops import matrix_parameters
+from shardtrain.plan.audit import audit
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled, Job, compile_for
+from shardtrain.plan.expected import expect
 from shardtrain.plan.hlo import Module, parse_hlo
 from shardtrain.plan.targets import Target, missing_parts
 from shardtrain.run import abstract_batch, lower_step, make_program, make_report
@@ -205,6 +207,22 @@ def test_every_layout_does_the_same_work(case: Cases, name: str) -> None:
 def test_nothing_is_gathered_for_want_of_a_better_way(case: Cases, name: str) -> None:
     assert case(name).compiled.rematerialized == ()
     assert None not in case(name).module.loops.values()
+
+
+@every_layout
+def test_the_audit_finds_no_promise_broken(case: Cases, name: str) -> None:
+    """It has other formulas than these tests, for any layout, and no bound of them is so tight."""
+    it = case(name)
+    expected = expect(
+        it.program,
+        model=it.config.model,
+        vocab_size=VOCAB,
+        length=LENGTH,
+        batch_size=BATCH,
+        remat=it.config.train.remat,
+        domain=TARGET.per_host,
+    )
+    assert audit(it.compiled, expected).broken == ()
 
 
 # -- data parallel

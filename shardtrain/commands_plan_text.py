@@ -1,0 +1,147 @@
+"""A plan told for the eye.
+
+Owns: tables, lines and their width. Does not own: any figure in them (`shardtrain.plan`).
+"""
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtrain.plan.answer import Plan, Point, Program
+from shardtrain.plan.memory import MARGIN
+from shardtrain.plan.search import Candidate, Found
+
+WIDTH = 110
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan for the eye."""
+    console.print(
+        f"{plan.workload.num_parameters / 1e9:.3g} billion parameters on {plan.cluster}\n",
+        markup=False,
+    )
+    show_candidate(plan, plan.own, console)
+    if plan.found:
+        _show_found(plan, plan.found, console)
+    if plan.program:
+        _show_program(plan, plan.program, console)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
+    """Prints the figures of a layout."""
+    console.print(str(one.layout), markup=False)
+    table = Table("bytes on a device", "GiB", box=None)
+    for name, size in one.memory.by_class().items():
+        if size:
+            table.add_row(name, f"{size / 2**30:.2f}")
+    console.print(table)
+    needed = plan.needed if one is plan.own else one.memory.total
+    console.print(
+        f"{'fits' if needed <= plan.room else 'does NOT fit'} into {plan.room / 2**30:.1f} GiB: "
+        f"{(plan.cluster.chip.memory or 0) / 2**30:.1f} of the device, less {MARGIN:.0%} for the "
+        "driver, for communication and for fragments\n"
+    )
+    parts = Table("seconds of a step", "low", "high", box=None)
+    low, high = asdict(one.cost.low), asdict(one.cost.high)
+    for name in low:
+        if high[name]:
+            parts.add_row(name, f"{low[name]:.3g}", f"{high[name]:.3g}")
+    parts.add_row("step", f"{one.cost.low.total:.3g}", f"{one.cost.high.total:.3g}")
+    console.print(parts)
+    console.print(
+        f"bottleneck: {one.cost.bottleneck}; {plan.tokens / one.cost.middle:,.0f} tokens/s; model "
+        f"FLOPs utilisation {plan.mfu(one):.0%}; {one.cost.model_flops:.3g} model FLOPs a step, "
+        f"{one.cost.flops:.3g} with what is computed again"
+    )
+    if why := plan.why(one):
+        console.print(why, markup=False)
+    console.print()
+
+
+def _show_found(plan: Plan, found: Found, console: Console) -> None:
+    table = Table("best layouts", "s a step", "GiB", "largest part", box=None)
+    for c in found.best:
+        mark = " (this config)" if c.layout == plan.own.layout else ""
+        table.add_row(
+            f"{c.layout}{mark}",
+            f"{c.cost.low.total:.3g}-{c.cost.high.total:.3g}",
+            f"{c.memory.total / 2**30:.1f}",
+            c.cost.bottleneck,
+        )
+    console.print(table)
+    rejected = Table("not among them", "why", box=None)
+    for family in found.rejected:
+        rejected.add_row(family.family, family.reason)
+    console.print(rejected)
+    console.print(f"{found.tried} legal layouts in {found.seconds:.1f} s\n")
+
+
+def _show_program(plan: Plan, program: Program, console: Console) -> None:
+    table = Table("compiled", "GiB", box=None)
+    for name, size in program.bytes_per_device.items():
+        if size:
+            table.add_row(name, f"{size / 2**30:.3f}")
+    console.print(table)
+    ratio = plan.own.memory.total / program.bytes_per_device["total"]
+    found = program.audit
+    console.print(
+        f"planned / compiled: {ratio:.3f}; {program.compiled.seconds:.0f} s to compile; products "
+        f"{found.flops:.3g} FLOPs a device, {found.recomputed:+.0%} of what the layout's are\n"
+    )
+    moved = Table(
+        "collectives", "axes", "dtypes", "times", "GiB sent", "domain", "beside products", box=None
+    )
+    for row in found.traffic:
+        moved.add_row(
+            row.kind,
+            " ".join(row.axes),
+            " ".join(row.dtypes),
+            str(row.times),
+            f"{row.wire / 2**30:.3f}",
+            "between" if row.crosses else "within",
+            f"{row.overlapped:.0%}",
+        )
+    console.print(moved)
+    promises = Table("promises", "", "", box=None)
+    for promise in found.promises:
+        outcome = promise.outcome
+        promises.add_row(promise.name, outcome.state, outcome.words)
+        for fault in outcome.faults:
+            amount = f"{fault.found:,.4g}"
+            if fault.expected is not None:
+                amount += f", {fault.expected:,.4g} expected"
+            of = f" of {fault.belongs_to}" if fault.belongs_to else ""
+            promises.add_row("", fault.instruction, f"{amount} {fault.unit}{of} {fault.note}")
+    console.print(promises)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None:
+    """Prints a sweep."""
+    if not points:
+        return
+    priced = plan.price is not None
+    columns = [points[0].key, "s a step", "tokens/s", "GiB", "price of 1e9 tokens", "layout"]
+    table = Table(*(c for c in columns if priced or not c.startswith("price")), box=None)
+    for point in points:
+        best = point.best
+        if best is None:
+            table.add_row(str(point.value), "does not fit")
+            continue
+        cells = [
+            str(point.value),
+            f"{best.cost.low.total:.3g}-{best.cost.high.total:.3g}",
+            f"{point.tokens / best.cost.middle:,.0f}",
+            f"{best.memory.total / 2**30:.1f}",
+            *([f"{point.price_of_tokens(plan.price):,.0f}"] if plan.price is not None else []),
+            str(best.layout),
+        ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+_WIDTH = 110

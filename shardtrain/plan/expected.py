@@ -1,0 +1,266 @@
+"""What a layout leads one to expect of its compiled program, from the run's own placements.
+
+Owns: the facts that promises are checked against: shapes of parameters and of the state as one
+device has them, FLOPs, and which parameter an array in the program may be. Does not own: the
+promises (`promises`), and the program (`hlo`, `collectives`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardtrain.models.config import TransformerConfig
+from shardtrain.models.flops import training_flops_per_token
+from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
+from shardtrain.sharding.placement import mesh_axes, path_name, split_size
+from shardtrain.strategies.order import is_stacked
+from shardtrain.strategies.pipeline import Pipeline
+from shardtrain.train.build import Program
+
+Dims: TypeAlias = tuple[int, ...]
+
+STATE = "state"
+"""What the step calls its first argument: so the program's arguments are named."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter, as one device computes with it."""
+
+    path: str
+    keys: str
+    """The path as jax writes it in the names of the program's arguments."""
+    dims: Dims
+    layers: int
+    """Layers that it stacks on one device; 0 for a parameter of no layer."""
+    unsplit: int
+    """Entries of one layer, or of all of it, that all devices together have."""
+    tensor_split: bool
+    """Whether the mesh's tensor axis splits it."""
+    data_split: bool
+    """Whether its optimizer state rests in shards of it."""
+
+    @property
+    def size(self) -> int:
+        """Entries."""
+        return math.prod(self.dims)
+
+    @property
+    def layer_size(self) -> int:
+        """Entries of one layer, or of all of it."""
+        return self.size // max(self.layers, 1)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A layout's facts. Bytes, entries and FLOPs are those of one device and one step."""
+
+    degrees: Mapping[str, int]
+    """Of each mesh axis, slowest first."""
+    zero: int
+    microbatches: int
+    remat: str
+    leaves: tuple[Leaf, ...]
+    state: Mapping[str, tuple[Dims, int]]
+    """Dims and bytes of each tensor of the state, by the program's name of it."""
+    parameter_width: int
+    """Bytes of an entry of a parameter where it is used."""
+    gradient_width: int
+    """Bytes of an entry of a gradient when data shards reduce it."""
+    products: Products
+    """FLOPs of products. Of a pipeline every tick counts in full, as its program reads."""
+    products_in_kernels: Products
+    """The same where attention is a library's kernel."""
+    model_flops: float
+    """By the convention of utilisation, nothing twice."""
+    kept_bytes: float | None
+    """Most bytes that all layers together may keep for the backward; None without a bound."""
+    domain: int
+    """How many neighbouring devices the fast link joins."""
+    memory: float | None
+    """Bytes of the chip; None = unknown."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether layers are shared out among stages."""
+        return self.degrees[PIPELINE] > 1
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes of degree above 1 over which gradients are summed."""
+        return tuple(axis for axis in DATA_AXES if self.degrees[axis] > 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """All that rests between two steps."""
+        return sum(size for _, size in self.state.values())
+
+    @property
+    def parameters(self) -> int:
+        """Entries of all parameters."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @cached_property
+    def by_argument(self) -> Mapping[str, Leaf]:
+        """Parameters by the names of the program's arguments."""
+        return {f"{STATE}.params{leaf.keys}": leaf for leaf in self.leaves}
+
+    @cached_property
+    def _owners(self) -> Mapping[int, tuple[str, ...]]:
+        owners: dict[int, dict[str, None]] = {}
+        for leaf in self.leaves:
+            for size in (leaf.size, leaf.layer_size):
+                owners.setdefault(size, {})[leaf.path] = None
+        return {size: tuple(paths) for size, paths in owners.items()}
+
+    def owners(self, size: int) -> tuple[str, ...]:
+        """Parameters of which a device has so many entries, in all layers together or in one."""
+        return self._owners.get(size, ())
+
+    def unsplit_owners(self, size: int) -> tuple[str, ...]:
+        """Parameters split over tensor which would have so many entries without that."""
+        split = [leaf for leaf in self.leaves if leaf.tensor_split]
+        return tuple(x.path for x in split if size in (x.unsplit, x.unsplit * max(x.layers, 1)))
+
+
+def expect(
+    program: Program,
+    *,
+    model: TransformerConfig,
+    vocab_size: int,
+    length: int,
+    batch_size: int,
+    remat: str,
+    domain: int,
+    memory: float | None = None,
+) -> Expected:
+    """Reads the facts of a layout off a program that need not be runnable here.
+
+    Args:
+        program: on any mesh, also an abstract one.
+        model: its section.
+        vocab_size: tokens of the data; `model.vocab_size` goes first.
+        length: tokens of a sequence.
+        batch_size: sequences of a step, of all devices.
+        remat: `train.remat`.
+        domain: how many neighbouring devices the fast link joins, as `Cluster.domain`.
+        memory: bytes of a chip, if known.
+    """
+    placement, policy, layout = program.placement, program.policy, program.layout
+    mesh, table, microbatches = layout.mesh, layout.compute, layout.microbatches
+    split = {name: split_size(mesh, axes) for name, axes in table.items()}
+    rows, device_length = batch_size / split["batch"], length / split["length"]
+    passes = _passes(program, rows / microbatches * device_length)
+    products = [
+        expected_products(
+            model,
+            rows=model.padded_vocab(vocab_size),
+            length=length,
+            remat=remat,
+            passes=passes,
+            split=split,
+            in_kernels=in_kernels,
+        )
+        for in_kernels in (False, True)
+    ]
+    width = np.dtype(policy.compute).itemsize
+    is_summed = layout.runner.sums_gradients and placement.zero <= 1
+    gradient = policy.gradient_dtype(summed=is_summed)
+    vocab = model.vocab_size or vocab_size
+    per_token = training_flops_per_token(model, vocab_size=vocab, length=length)
+    return Expected(
+        degrees=dict(mesh.shape),
+        zero=placement.zero,
+        microbatches=microbatches,
+        remat=remat,
+        leaves=tuple(_leaves(program)),
+        state=_state(program),
+        parameter_width=width,
+        gradient_width=np.dtype(gradient).itemsize,
+        products=products[0],
+        products_in_kernels=products[1],
+        model_flops=per_token * batch_size * length / math.prod(mesh.shape.values()),
+        kept_bytes=_kept_bytes(model, remat, rows / microbatches, length, split, width),
+        domain=domain,
+        memory=memory,
+    )
+
+
+def _passes(program: Program, tokens: float) -> Passes:
+    """How often a device runs its layers; `tokens` are those of a microbatch on it."""
+    runner = program.layout.runner
+    if isinstance(runner, Pipeline):
+        ticks = runner.schedule.work.num_ticks
+        return Passes(tokens * ticks * runner.layout.num_slots, tokens * ticks)
+    layers = max((leaf.layers for leaf in _leaves(program)), default=0)
+    all_tokens = tokens * program.layout.microbatches
+    return Passes(all_tokens * layers, all_tokens)
+
+
+def _kept_bytes(
+    model: TransformerConfig,
+    remat: str,
+    rows: float,
+    length: int,
+    split: Mapping[str, int],
+    width: int,
+) -> float | None:
+    """What a microbatch of so many rows on a device may keep in all layers."""
+    kept = kept_entries(model, remat)
+    if kept is None:
+        return None
+    stream, heads, mlp = kept
+    inside = length / split["length"]
+    entries = (
+        # Products are kept before their results are brought into the stream's layout.
+        stream * (inside if remat == "dots" else length / split["residual_length"])
+        + heads * inside / split["kv_heads"]
+        + mlp * inside / split["mlp"]
+    )
+    return width * rows * model.num_layers * entries
+
+
+def _leaves(program: Program) -> Iterable[Leaf]:
+    placement = program.placement
+    names = jax.tree.leaves(placement.names, is_leaf=lambda node: isinstance(node, tuple))
+    shardings = (jax.tree.leaves(tree) for tree in (placement.computed, placement.optimizer))
+    leaves = jax.tree.leaves_with_path(placement.shapes)
+    for (path, shape), axes, computed, rests in zip(leaves, names, *shardings, strict=True):
+        dims, is_layered = computed.shard_shape(shape.shape), is_stacked(axes)
+        yield Leaf(
+            path=path_name(path),
+            keys=jax.tree_util.keystr(path),
+            dims=dims,
+            layers=dims[0] if is_layered else 0,
+            unsplit=math.prod(shape.shape[is_layered:]),
+            tensor_split=any("tensor" in mesh_axes(entry) for entry in computed.spec),
+            data_split=math.prod(rests.shard_shape(shape.shape)) < math.prod(dims),
+        )
+
+
+def _state(program: Program) -> Mapping[str, tuple[Dims, int]]:
+    """Every leaf of the state by the name that jax gives the compiler's arguments."""
+
+    def words(leaf: Any) -> Any:
+        """A key is an array of integers."""
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype)
+
+    leaves = jax.tree.leaves_with_path(program.shapes)
+    shardings = jax.tree.leaves(program.shardings)
+    state = {}
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        held = words(leaf)
+        dims = held.shape if held is not leaf else sharding.shard_shape(leaf.shape)
+        size = math.prod(dims) * np.dtype(held.dtype).itemsize
+        state[STATE + jax.tree_util.keystr(path)] = (tuple(dims), int(size))
+    return state
