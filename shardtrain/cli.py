@@ -220,7 +220,11 @@ def _devices(config: RunConfig) -> None:
     expected = expected_devices(config.run.cpu_devices)
     if expected is not None:
         resolve_mesh(config, expected)
-    prepare_devices(config.run.cpu_devices, deterministic=config.run.deterministic)
+    prepare_devices(
+        config.run.cpu_devices,
+        deterministic=config.run.deterministic,
+        overlap=config.train.overlap,
+    )
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,11 @@ def _pipeline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str
     if sizes["pipeline"] == 1:
         for key in ("schedule", "virtual_stages", "layout", "table"):
             yield f"pipeline.{key}", "mesh.pipeline=1 has no stages"
-    elif config.pipeline.table:
+        return
+    if config.pipeline.table:
         yield "pipeline.schedule", "pipeline.table says what runs when"
+    if config.train.overlap:
+        yield "train.overlap", "a stage's loop reduces no gradient that could be hidden in it"
 
 
 def _times(config: RunConfig) -> Iterator[tuple[str, str]]:

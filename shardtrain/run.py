@@ -135,7 +135,11 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         UserError: the mesh does not fit the devices, or the data cannot be used.
     """
     if devices is None:
-        prepare_devices(config.run.cpu_devices, deterministic=config.run.deterministic)
+        prepare_devices(
+            config.run.cpu_devices,
+            deterministic=config.run.deterministic,
+            overlap=config.train.overlap,
+        )
         devices = jax.devices()
     resolve_mesh(config, len(devices))
     data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
@@ -187,12 +191,12 @@ def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -
     """How a step's microbatches go through the layers on a mesh."""
     train, model, stages = config.train, config.model, mesh.shape["pipeline"]
 
-    def loop(layers: int) -> str:
-        return choose_loop(model.layer_loop, layers, mesh_platform(mesh))
-
+    platform = mesh_platform(mesh)
     if stages == 1:
-        stack = make_stack(policy=train.remat, loop=loop(model.num_layers))
-        return Accumulation(stack, train.microbatches)
+        loop = choose_loop(model.layer_loop, model.num_layers, platform)
+        if loop == "scan" and train.overlap:
+            loop = "peel"
+        return Accumulation(make_stack(policy=train.remat, loop=loop), train.microbatches)
     schedule, layout = make_stages(
         config.pipeline,
         model,
@@ -201,7 +205,8 @@ def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -
         length=config.data.sequence_length,
         vocab_size=vocab_size,
     )
-    return Pipeline(schedule, layout, train.remat, loop(layout.num_slots))
+    loop = choose_loop(model.layer_loop, layout.num_slots, platform)
+    return Pipeline(schedule, layout, train.remat, loop)
 
 
 def model_creator(config: RunConfig, vocab_size: int) -> Create:

@@ -19,12 +19,14 @@ from typing import Any
 
 from shardtrain.errors import UserError
 from shardtrain.plan.targets import Target, require_compiler, target_devices
+from shardtrain.sharding.xla_flags import missing_flags
 
 Lower = Callable[..., Any]
 """(devices, *arguments) -> `jax.stages.Lowered`; found by its name, so a module's own function."""
 
 _REMATERIALIZED = "Involuntary full rematerialization"
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
+_TUNING = "--xla_gpu_autotune_level"
 _CODE = "from shardtrain.plan.compiling import child_main; child_main()"
 
 
@@ -66,6 +68,7 @@ def compile_for(
     jobs: Mapping[str, Job],
     *,
     seconds: float = 300.0,
+    overlap: bool = False,
     xla_flags: Sequence[str] = (),
 ) -> dict[str, Compiled]:
     """Compiles programs for a target in one child process.
@@ -74,7 +77,9 @@ def compile_for(
         target: the cluster.
         jobs: what to compile, by name.
         seconds: time limit for all of them together.
-        xla_flags: for the child's XLA_FLAGS, besides those of this process.
+        overlap: `train.overlap`.
+        xla_flags: for the child's XLA_FLAGS, besides those of this process and those of
+            a run on such devices.
 
     Returns:
         The compiled programs, by name.
@@ -86,7 +91,7 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="shardtrain-plan-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         request.write_bytes(pickle.dumps((target, dict(jobs))))
-        code = _run([request, answer, log], _environment(xla_flags), seconds)
+        code = _run([request, answer, log], _environment(xla_flags, overlap), seconds)
         words = log.read_text(encoding="utf-8", errors="replace")
         if code == 0:
             compiled: dict[str, Compiled] | UserError = pickle.loads(answer.read_bytes())
@@ -126,7 +131,7 @@ def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) 
             child.wait()
 
 
-def _environment(xla_flags: Sequence[str]) -> dict[str, str]:
+def _environment(xla_flags: Sequence[str], overlap: bool) -> dict[str, str]:
     """Without virtual devices, without a search for GPUs, with XLA's warnings."""
     own = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_DEVICE_FLAG)]
     return {
@@ -134,9 +139,18 @@ def _environment(xla_flags: Sequence[str]) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache has no messages
         "TF_CPP_MIN_LOG_LEVEL": "1",
-        "XLA_FLAGS": " ".join([*own, *xla_flags]),
+        "XLA_FLAGS": " ".join([*own, *xla_flags, *_target_flags([*own, *xla_flags], overlap)]),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
+
+
+def _target_flags(given: Sequence[str], overlap: bool) -> list[str]:
+    """Those of a run on such devices, and none of a search for tiles that needs a device."""
+    tuned = any(flag.startswith(_TUNING) for flag in given)
+    return [
+        *missing_flags(overlap=overlap, given=" ".join(given)),
+        *([] if tuned else [f"{_TUNING}=0"]),
+    ]
 
 
 def child_main() -> None:

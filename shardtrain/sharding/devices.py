@@ -13,6 +13,7 @@ import re
 import sys
 
 from shardtrain.errors import ConfigError
+from shardtrain.sharding.xla_flags import missing_flags
 
 _DEVICES = "--xla_force_host_platform_device_count"
 _DETERMINISTIC = "--xla_gpu_deterministic_ops"
@@ -66,12 +67,15 @@ def expected_devices(cpu_devices: int) -> int | None:
     return int(match[1]) if match else int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
 
 
-def prepare_devices(cpu_devices: int, *, deterministic: bool = False) -> None:
+def prepare_devices(
+    cpu_devices: int, *, deterministic: bool = False, overlap: bool = False
+) -> None:
     """See to it that jax will have these devices and kernels.
 
     Args:
         cpu_devices: Virtual CPU devices if there is no accelerator; 0 leaves all as it is.
         deterministic: On a GPU, only kernels that give the same bits every time.
+        overlap: On a GPU, as much communication behind products as can be; `train.overlap`.
 
     Raises:
         ConfigError: jax has started already, with others.
@@ -80,6 +84,9 @@ def prepare_devices(cpu_devices: int, *, deterministic: bool = False) -> None:
         logging.getLogger(_JAX_LOGGER).addFilter(_is_no_plugin_error)
     if deterministic and accelerator_expected():
         _require_deterministic()
+    if "NVIDIA" in accelerators() and accelerator_expected() and "jax" not in sys.modules:
+        flags = missing_flags(overlap=overlap)
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     if cpu_devices == 0:
         return
     if "jax" not in sys.modules:

@@ -30,6 +30,9 @@ class TrainConfig(BaseModel):
     remat: str = "none"
     """What the backward pass computes again: "none", "full" (the whole layer), "dots" (all but
     matrix products), or the tensors to keep, by name: "attention,mlp"."""
+    overlap: bool = False
+    """Whether to hide as much communication behind products as can be on GPUs, for more memory;
+    docs/plan.md has figures. False = as far as it costs no memory."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number type of the computation. With bfloat16 the optimizer keeps float32 masters; float64
     is for checks on CPU devices."""

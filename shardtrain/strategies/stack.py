@@ -35,7 +35,7 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
 
     Args:
         policy: see `remat`.
-        loop: "scan" (one compiled body) or "unroll".
+        loop: "scan" (one compiled body), "peel" (the first layer apart, then a scan) or "unroll".
     """
     wrap = remat(policy)
 
@@ -47,9 +47,16 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
             return block(nnx.merge(graph, params), index, x)
 
         body = wrap(body)
-        if loop == "scan":
+        if loop != "unroll":
             num = jax.tree.leaves(params)[0].shape[0]
-            rows = (params, jnp.arange(num, dtype=jnp.uint32))
+            first = 0
+            if loop == "peel" and num > 1:
+                # In the backward it comes after the loop: what the loop's last turn has to send
+                # travels behind its products, and so does the embedding's gradient.
+                first = 1
+                x = body(x, jax.tree.map(lambda leaf: leaf[0], params), jnp.uint32(0))
+                params = jax.tree.map(lambda leaf: leaf[1:], params)
+            rows = (params, jnp.arange(first, num, dtype=jnp.uint32))
             return jax.lax.scan(lambda x, row: (body(x, *row), None), x, rows)[0]
         for index, layer in enumerate(unstack(params)):
             x = body(x, layer, jnp.uint32(index))

