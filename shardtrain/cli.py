@@ -142,7 +142,14 @@ def _train(_options: Train, config: RunConfig) -> int:
         _devices(config)
         from shardtrain.training import train_command
 
-        return train_command(config)
+        try:
+            return train_command(config)
+        except RuntimeError as error:  # jax's
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            from shardtrain.commands_plan import help_with_memory
+
+            raise help_with_memory(config, error) from None
 
 
 def _verify(options: Verify, config: RunConfig) -> int:

@@ -5,16 +5,24 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
-from shardtrain.commands_plan_text import WIDTH, show, show_candidate, show_points
+from shardtrain.commands_plan_text import (
+    WIDTH,
+    memory_help,
+    show,
+    show_candidate,
+    show_points,
+)
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
-from shardtrain.errors import ConfigError
-from shardtrain.plan.answer import Plan, Point, Program
+from shardtrain.errors import ConfigError, UserError
+from shardtrain.plan.answer import EXIT_DOES_NOT_FIT, Plan, Point, Program
 from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
+from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.options import PlanOptions
 from shardtrain.plan.picture import save
 from shardtrain.plan.search import candidate
@@ -22,7 +30,7 @@ from shardtrain.plan.search import search as search_layouts
 from shardtrain.plan.targets import Target
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.run import lower_step, make_program
-from shardtrain.sharding.chips import CHIPS
+from shardtrain.sharding.chips import CHIPS, KNOWN_KINDS
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train import build
 
@@ -198,6 +206,35 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         memory=cluster.chip.memory,
     )
     return Program(compiled, audit(compiled, expected))
+
+
+def help_with_memory(config: RunConfig, error: Exception) -> UserError:
+    """What to say when a real run has not enough memory.
+
+    Args:
+        config: what was run on all devices of this process.
+        error: jax's own.
+
+    Returns:
+        What is largest, and the cheapest changes; with the exit code of what does not fit.
+    """
+    devices = jax.devices()
+    known = KNOWN_KINDS.get(devices[0].device_kind)
+    chip = known if known and known.flops else replace(CHIPS["h100"], name="here")
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        chip = replace(chip, usable_memory=int(stats["bytes_limit"] / (1 - MARGIN)))
+    count = len(devices)
+    plan = make_plan(config, f"{chip.name}:1x{count}", chips={chip.name: chip}, search=False)
+    needed, there = plan.own.memory.total / 2**30, plan.room / 2**30
+    fault = UserError(
+        f"out of memory: the plan is {needed:.1f} GiB a device, of {there:.1f}",
+        where="train",
+        value=str(error).splitlines()[0][:200],
+        cure="one of these changes\n" + memory_help(replace(plan, tight=True)),
+    )
+    fault.exit_code = EXIT_DOES_NOT_FIT
+    return fault
 
 
 def other_layout(plan: Plan, text: str) -> Layout:

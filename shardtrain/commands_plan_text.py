@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardtrain.plan.answer import Plan, Point, Program
+from shardtrain.plan.cures import changes
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.search import Candidate, Found
 
@@ -22,12 +23,28 @@ def show(plan: Plan, console: Console) -> None:
         markup=False,
     )
     show_candidate(plan, plan.own, console)
+    if not plan.fits:
+        console.print(memory_help(plan), markup=False)
     if plan.found:
         _show_found(plan, plan.found, console)
     if plan.program:
         _show_program(plan, plan.program, console)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
+
+
+def memory_help(plan: Plan) -> str:
+    """What is largest on a device, and what would make the config fit."""
+    lines = ["largest on a device, parameters with their gradients and optimizer state:"]
+    lines += [f"  {large.nbytes / 2**30:8.2f} GiB  {large.name}" for large in plan.largest]
+    if not plan.cures:
+        return "\n".join([*lines, "no three changes of the layout make it fit: use more devices"])
+    lines.append("the cheapest changes that make it fit:")
+    for cure in plan.cures:
+        words = changes(plan.own.layout, cure.layout)
+        size, cost = cure.memory.total / 2**30, cure.cost.middle / plan.own.cost.middle
+        lines.append(f"  {words}: {size:.1f} GiB, {cost:.2f} of the time")
+    return "\n".join([*lines, ""])
 
 
 def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:

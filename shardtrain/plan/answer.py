@@ -5,10 +5,12 @@ Owns: the answer and its form for scripts. Does not own: any figure in it.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from shardtrain.plan.audit import Audit
 from shardtrain.plan.compiling import Compiled
+from shardtrain.plan.cures import Large, changes, cures, largest
 from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.search import WORTH_SAYING, Candidate, Found, room, slower
@@ -32,7 +34,7 @@ class Program:
         return {**memory, "total": memory.pop("peak")}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The answer."""
 
@@ -46,6 +48,8 @@ class Plan:
     price: float | None = None
     """Of one device for an hour, if there is any."""
     notes: tuple[str, ...] = field(default=())
+    tight: bool = False
+    """Whether a real run has shown that it does not fit, whatever the figures say."""
 
     @property
     def room(self) -> float:
@@ -62,7 +66,17 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the config's own layout fits."""
-        return self.needed <= self.room
+        return self.needed <= self.room and not self.tight
+
+    @cached_property
+    def largest(self) -> list[Large]:
+        """What takes most of a device, if the config does not fit."""
+        return [] if self.fits else largest(self.workload, self.own.layout)
+
+    @cached_property
+    def cures(self) -> list[Candidate]:
+        """The cheapest changes that make it fit, if it does not."""
+        return [] if self.fits else cures(self.workload, self.own.layout, self.cluster)
 
     @property
     def exit_code(self) -> int:
@@ -134,6 +148,16 @@ class Plan:
             ],
             "rejected": [asdict(rejected) for rejected in (found.rejected if found else ())],
             "tried": found.tried if found else 0,
+            "largest": [asdict(large) for large in self.largest],
+            "cures": [
+                {
+                    "changes": changes(own.layout, cure.layout),
+                    "layout": asdict(cure.layout),
+                    "step_seconds": _ends(cure),
+                    "bytes_per_device": round(cure.memory.total),
+                }
+                for cure in self.cures
+            ],
             "notes": list(self.notes),
             **({"compiled": self._compiled(self.program)} if self.program else {}),
         }

@@ -6,6 +6,7 @@ a plan makes of them (`cost`).
 The rates are those that are reached, so the row says that products reach all of them.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -112,6 +113,4 @@ def _memory_of(device: jax.Device, count: int) -> float:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count

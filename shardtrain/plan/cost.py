@@ -22,10 +22,11 @@ from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.links import Group, group, seconds
 from shardtrain.plan.memory import extrapolated
 from shardtrain.plan.pieces import Pieces
+from shardtrain.plan.traffic import TENSOR, of_data, reductions_again
 from shardtrain.plan.work import Work
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.chip import Chip
-from shardtrain.sharding.mesh import DATA_AXES
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.strategies.schedules.simulate import Costs, simulate
 
 PRODUCTS_REACH = 0.65
@@ -34,6 +35,10 @@ MEMORY_REACHES = 0.8
 """Part of the memory's rate that work limited by it reaches."""
 SPREAD = 0.1
 """How far products may be off either way."""
+
+
+Groups = dict[tuple[str, ...], Group]
+"""Groups of a device by the mesh axes that they are along."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class Cost:
     """Of a step on all devices, recomputation not counted."""
     flops: float
     """Of a step on all devices, as the program does them."""
-    groups: dict[str, Group]
-    """The device's groups along tensor, data and pipeline."""
+    groups: Groups
 
     @property
     def middle(self) -> float:
@@ -112,15 +116,10 @@ def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
 
 
 @cache
-def _groups(cluster: Cluster, degrees: tuple[tuple[str, int], ...]) -> dict[str, Group]:
-    axes = {
-        "tensor": ["tensor"],
-        "data": DATA_AXES,
-        "shards": ["data"],
-        "replicas": ["replica"],
-        "pipeline": ["pipeline"],
-    }
-    return {name: group(cluster, dict(degrees), some) for name, some in axes.items()}
+def _groups(cluster: Cluster, degrees: tuple[tuple[str, int], ...]) -> Groups:
+    """The groups along every mesh axis, and along both that share out samples."""
+    axes = [(axis,) for axis, _ in degrees] + [DATA_AXES]
+    return {some: group(cluster, dict(degrees), some) for some in axes}
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def chip_rates(chip: Chip, precision: str) -> Rates:
             f"the row of {chip.name} has no {missing}",
             where="target",
             value=chip.name,
-            cure="give it in a TOML file of chips (--chips); docs/hardware.md shows how",
+            cure="give it in a TOML file of chips (--chips); docs/plan.md shows how",
         )
     reach = chip.products_reach or PRODUCTS_REACH
     return Rates(chip.flops[kind] * reach, chip.memory_bandwidth * MEMORY_REACHES)
@@ -164,7 +163,7 @@ class _Model:
     workload: Workload
     layout: Layout
     rates: Rates
-    groups: dict[str, Group]
+    groups: Groups
 
     @property
     def pieces(self) -> Pieces:
@@ -182,8 +181,7 @@ class _Model:
         layout, samples = self.layout, self.workload.samples(self.layout)
         layer = self.pieces.layer
         forward = _Part.of(self.rates, layer.forward, samples, products, self._reduced(2))
-        # The product before the last reduction is not needed again, so that is not made again.
-        again = 0 if layout.remat == "none" else 1
+        again = reductions_again(layout.remat)
         backward = _Part.of(self.rates, layer.backward, samples, products, self._reduced(2 + again))
         head = _Part.of(self.rates, self.pieces.head, samples, products, self._reduced(1))
         embed = _Part.of(self.rates, self.pieces.embed, samples, products, self._reduced(1))
@@ -207,7 +205,7 @@ class _Model:
     def _reduced(self, times: int) -> float:
         """Time of so many reductions of the residual stream over tensor shards."""
         payload = self.pieces.whole_activation * self.workload.samples(self.layout)
-        return times * seconds("all-reduce", payload, self.groups["tensor"])
+        return times * seconds("all-reduce", payload, self.groups[TENSOR])
 
     def _piped(
         self, forward: "_Part", backward: "_Part", head: "_Part", embed: "_Part", hides: bool
@@ -244,34 +242,21 @@ class _Model:
         parts *= layout.microbatches
         waiting = extrapolated(time, layout) - parts.total
         payload = self.pieces.activation * self.workload.samples(layout)
-        send = seconds("send", payload, self.groups["pipeline"])
+        send = seconds("send", payload, self.groups[PIPELINE,])
         # The forward's send travels while the backward computes; the backward's does not.
         sends = send * extrapolated(ticks, layout) * (1 if hides else 2)
         return parts, float(np.maximum(waiting, 0.0)), sends
 
     def _data(self, hidden: float) -> float:
         """What of gradients and parameters between data shards nothing hides."""
-        layout, policy = self.layout, self.workload.program.policy
-        entries = self.workload.state(layout).entries
-        narrow = jnp.dtype(policy.compute).itemsize
-        summed = layout.microbatches > 1 or layout.pipeline > 1
-        wide = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
-        shards, replicas = self.groups["shards"], self.groups["replicas"]
-        times = layout.microbatches
-        gradients, params = wide * entries.used, narrow * entries.used
-        if layout.zero == 0:
-            return max(seconds("all-reduce", gradients, self.groups["data"]) - hidden, 0.0)
-        spread = seconds("all-reduce", wide * entries.split, replicas)
-        if layout.zero == 1:
-            scatter = seconds("reduce-scatter", gradients, shards)
-            # With one microbatch it goes on inside the backward; else after the last.
-            scatter = max(scatter - (0.0 if summed else hidden), 0.0)
-            return scatter + spread + seconds("all-gather", params, shards)
-        scatter = times * seconds("reduce-scatter", narrow * entries.used, shards)
-        if layout.zero == 2:
-            return max(scatter - hidden, 0.0) + spread + seconds("all-gather", params, shards)
-        gather = 2 * times * seconds("all-gather", params, shards)
-        return max(gather + scatter - hidden, 0.0) + spread
+        hiding = alone = 0.0
+        for sent in of_data(self.workload, self.layout):
+            spent = sent.times * seconds(sent.kind, sent.payload, self.groups[sent.axes])
+            if sent.hides:
+                hiding += spent
+            else:
+                alone += spent
+        return max(hiding - hidden, 0.0) + alone
 
     def _update(self) -> float:
         """The optimizer reads and writes its state, and reads gradients twice (norm, update)."""

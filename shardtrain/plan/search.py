@@ -17,6 +17,7 @@ from shardtrain.plan.cost import Cost, Seconds, cost
 from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.layout import layout_faults
 from shardtrain.plan.memory import MARGIN, Memory, memory
+from shardtrain.plan.traffic import TENSOR
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.config import ShardingConfig
 
@@ -291,7 +292,7 @@ def slower(found: Candidate, first: Candidate) -> str:
     worst = max(names, key=lambda name: getattr(high, name) - getattr(base, name))
     share = getattr(high, worst) / high.total
     by = f"{found.cost.middle / first.cost.middle - 1:.0%} slower: "
-    group = found.cost.groups["tensor"]
+    group = found.cost.groups[TENSOR]
     if worst == "tensor" and group.crosses:
         return (
             f"{by}tensor {group.size} crosses the domain of the fast link ({group.inside} devices "

@@ -197,12 +197,16 @@ class Workload:
         few = layout.microbatches if layout.table else min(layout.pipeline, layout.microbatches)
         return self.stages(layout, few)[1]
 
+    def rows(self, layout: Layout) -> int:
+        """Places of the stack of layers, of which some may hold none."""
+        if layout.pipeline == 1:
+            return self.model.num_layers
+        spread = self.spread(layout)
+        return spread.stages * spread.virtual_stages * spread.num_slots
+
     def state(self, layout: Layout) -> "State":
         """What rests on one device."""
-        rows = self.model.num_layers
-        if layout.pipeline > 1:
-            spread = self.spread(layout)
-            rows = spread.stages * spread.virtual_stages * spread.num_slots
+        rows = self.rows(layout)
         key = (tuple(layout.degrees.values()), layout.zero, layout.sequence_parallel, rows)
         if key not in self._states:
             self._states[key] = self._rest(layout, rows)

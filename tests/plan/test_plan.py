@@ -300,6 +300,40 @@ def test_what_does_not_fit_ends_with_4(tmp_path: Path) -> None:
     assert main(["plan", config, "--target", "l4:1x1", "--no-search"]) == 4
 
 
+def test_what_does_not_fit_has_cures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(tmp_path, **{"model.num_layers": 48, "model.embed_dim": 2048})
+    words = ["plan", config, "--target", "l4:1x8", "--no-search", "--json"]
+    assert main(words) == 4
+    answer = json.loads(capsys.readouterr().out)
+    sizes = [large["nbytes"] for large in answer["largest"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any("layers/mlp/up" in large["name"] for large in answer["largest"])
+    assert 1 <= len(answer["cures"]) <= 3
+    for cure in answer["cures"]:
+        assert cure["bytes_per_device"] <= answer["memory"]["room"]
+        explained = ", ".join(f"{key}={cure['layout'][key]}" for key in ("zero", "remat"))
+        flags = ["--train.microbatches", str(cure["layout"]["microbatches"])]
+        flags += ["--mesh.tensor", str(cure["layout"]["tensor"])]
+        flags += ["--sharding.zero", str(cure["layout"]["zero"])]
+        flags += ["--train.remat", cure["layout"]["remat"]]
+        assert main([*words, *flags]) == 0, explained
+    capsys.readouterr()
+
+
+def test_a_run_that_is_out_of_memory_is_told_what_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> int:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\nmore")
+
+    monkeypatch.setattr("shardtrain.training.train_command", fails)
+    assert main(["train", written(tmp_path), "--mesh.data", "8", "--sharding.zero", "1"]) == 4
+    text = capsys.readouterr().err
+    assert "largest on a device" in text
+    assert "the cheapest changes" in text
+    assert "Traceback" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

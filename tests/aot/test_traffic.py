@@ -1,0 +1,90 @@
+"""Bytes that collectives move, as planned and in programs compiled for 8, 64 and 512 H100s."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shardtrain.commands_plan import layout_of, make_workload
+from shardtrain.config import load_config
+from shardtrain.plan.collectives import Collective, collectives
+from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.hlo import parse_hlo
+from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.plan.traffic import of_data, of_tensor
+from shardtrain.run import lower_step
+from tests.aot.sections import model_sections
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.xdist_group("traffic"),
+    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
+]
+
+LAYERS, EMBED, VOCAB, LENGTH = 4, 1024, 8192, 64
+EACH = 2
+"""Sequences of a microbatch on one device."""
+HOSTS = (1, 8, 64)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {"sharding.zero": 0},
+    "zero 1": {"sharding.zero": 1},
+    "zero 2, 2 microbatches": {"sharding.zero": 2, "train.microbatches": 2},
+    "zero 3": {"sharding.zero": 3, "train.remat": "full"},
+    "tensor 8": {"mesh.tensor": 8, "sharding.zero": 1, "train.remat": "full"},
+    "sequence parallel": {
+        "mesh.tensor": 8,
+        "sharding.zero": 1,
+        "sharding.sequence_parallel": True,
+        "train.remat": "dots",
+    },
+    "pipeline 4": {"mesh.pipeline": 4, "sharding.zero": 1, "train.microbatches": 8},
+}
+LARGE = {8: LAYOUTS, 64: ["zero 1", "tensor 8"], 512: ["zero 3", "sequence parallel", "pipeline 4"]}
+"""Layouts that are compiled for so many devices."""
+CASES = [(count, name) for count, names in LARGE.items() for name in names]
+
+
+def sections(devices: int, changes: dict[str, Any]) -> dict[str, Any]:
+    others = changes.get("mesh.tensor", 1) * changes.get("mesh.pipeline", 1)
+    batch = EACH * devices // others * changes.get("train.microbatches", 1)
+    return model_sections(LAYERS, EMBED, VOCAB, LENGTH, batch)
+
+
+@pytest.fixture(scope="module")
+def moved() -> dict[tuple[int, str], tuple[Collective, ...]]:
+    """The collectives of each case."""
+    found = {}
+    for count in LARGE:
+        configs = {
+            name: load_config(sections(count, LAYOUTS[name]), LAYOUTS[name])
+            for devices, name in CASES
+            if devices == count
+        }
+        jobs = {name: Job(lower_step, (config, VOCAB)) for name, config in configs.items()}
+        for name, program in compile_for(Target("h100", count // 8, 8), jobs, seconds=600).items():
+            mesh = configs[name].mesh.degrees(count)
+            found[count, name] = collectives(parse_hlo(program.text), mesh)
+    return found
+
+
+@pytest.mark.parametrize(("devices", "name"), CASES, ids=str)
+def test_bytes_are_as_planned(
+    moved: dict[tuple[int, str], tuple[Collective, ...]], devices: int, name: str
+) -> None:
+    config = load_config(sections(devices, LAYOUTS[name]), LAYOUTS[name])
+    workload, layout = make_workload(config, VOCAB, "gpu"), layout_of(config, devices)
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for sent in (*of_data(workload, layout), *of_tensor(workload, layout)):
+        planned[sent.kind, sent.axes] += round(sent.payload * sent.times)
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for collective in moved[devices, name]:
+        found[collective.kind, collective.axes] += collective.payload * collective.times
+    for key, size in planned.items():
+        assert found[key] == pytest.approx(size, rel=0.01), key
+    unplanned = sum(size for key, size in found.items() if key not in planned)
+    sends = 0
+    if layout.pipeline > 1:
+        ticks = workload.stages(layout, layout.microbatches)[0].work.num_ticks
+        sends = 2 * ticks * workload.pieces(layout).activation * EACH
+        assert found["collective-permute", ("pipeline",)] == sends
+    assert unplanned - sends <= 0.01 * sum(found.values())
