@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
 
 
 def plans(chips: Path, options: argparse.Namespace) -> list[tuple[Any, float]]:
-    """Layouts from the fastest to the slowest, evenly chosen, with their planned seconds."""
+    """Layouts with their planned seconds, evenly spaced in time from the fastest on."""
     from shardtrain.commands_plan import make_plan
     from shardtrain.config import load_config
     from shardtrain.plan.hardware import read_chips
@@ -80,9 +80,14 @@ def plans(chips: Path, options: argparse.Namespace) -> list[tuple[Any, float]]:
         devices = jax.device_count()
     plan = make_plan(config, f"here:1x{devices}", chips=read_chips(chips), keep=100_000)
     assert plan.found is not None
-    found = plan.found.best
-    last = len(found) - 1
-    some = [found[round(i * last / (options.layouts - 1))] for i in range(options.layouts)]
+    found = list(plan.found.best)
+    times = [candidate.cost.middle for candidate in found]
+    ratio = (times[-1] / times[0]) ** (1 / (options.layouts - 1))
+    some = []
+    for index in range(options.layouts):
+        nearest = min(found, key=lambda c: abs(c.cost.middle - times[0] * ratio**index))
+        found.remove(nearest)
+        some.append(nearest)
     return [(candidate.layout, candidate.cost.middle) for candidate in some]
 
 

@@ -363,7 +363,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     if options.keep and plan.program:
         keep_program(plan.program, options.keep)
     if options.json:
-        explained = [{**asdict(c), "why": plan.why(c)} for c in others]
+        explained = [{**plan.candidate_json(c), "why": plan.why(c)} for c in others]
         told = [_point_json(plan, point) for point in points]
         print(json.dumps({**plan.as_json(), "explained": explained, "sweep": told}))
         return plan.exit_code

@@ -137,29 +137,26 @@ class Plan:
             "mfu": round(self.mfu(own), 4),
             "tokens_per_second": round(self.tokens / own.cost.middle, 1),
             "price_per_billion_tokens": self.price_of_tokens(own),
-            "best": [
-                {
-                    "layout": asdict(c.layout),
-                    "step_seconds": _ends(c),
-                    "bytes_per_device": round(c.memory.total),
-                    "bottleneck": c.cost.bottleneck,
-                }
-                for c in (found.best if found else ())
-            ],
+            "best": [self.candidate_json(c) for c in (found.best if found else ())],
             "rejected": [asdict(rejected) for rejected in (found.rejected if found else ())],
             "tried": found.tried if found else 0,
             "largest": [asdict(large) for large in self.largest],
             "cures": [
-                {
-                    "changes": changes(own.layout, cure.layout),
-                    "layout": asdict(cure.layout),
-                    "step_seconds": _ends(cure),
-                    "bytes_per_device": round(cure.memory.total),
-                }
-                for cure in self.cures
+                {"changes": changes(own.layout, c.layout), **self.candidate_json(c)}
+                for c in self.cures
             ],
             "notes": list(self.notes),
             **({"compiled": self._compiled(self.program)} if self.program else {}),
+        }
+
+    @staticmethod
+    def candidate_json(candidate: Candidate) -> dict[str, Any]:
+        """A layout and its figures, as plain values."""
+        return {
+            "layout": asdict(candidate.layout),
+            "step_seconds": _ends(candidate),
+            "bytes_per_device": _rounded(candidate.memory.by_class()),
+            "bottleneck": candidate.cost.bottleneck,
         }
 
     def _compiled(self, program: Program) -> dict[str, Any]:
