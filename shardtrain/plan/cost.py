@@ -27,7 +27,7 @@ from shardtrain.plan.work import Work
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.chip import Chip
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
-from shardtrain.strategies.schedules.simulate import Costs, simulate
+from shardtrain.strategies.schedules.simulate import Costs, lockstep_time
 
 PRODUCTS_REACH = 0.65
 """Part of the dense rate that large products reach, where the chip's row does not say."""
@@ -226,11 +226,11 @@ class _Model:
         def time(microbatches: int) -> float:
             if workload.rough:
                 whole = float((forwards + backwards).sum(1).max())
-                return workload.even_time(layout, microbatches) * whole
-            return simulate(workload.stages(layout, microbatches)[0], costs).time
+                return workload.figures(layout, microbatches).time * whole
+            return lockstep_time(workload.stages(layout, microbatches)[0], costs)
 
         def ticks(microbatches: int) -> float:
-            return workload.stages(layout, microbatches)[0].work.num_ticks
+            return workload.figures(layout, microbatches).ticks
 
         busiest = int((forwards + backwards).sum(1).argmax())
         layers = float(share[busiest].sum())

@@ -116,7 +116,7 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     places = spread.virtual_stages * spread.num_slots
 
     def slots(buffer: str) -> float:
-        return extrapolated(lambda count: workload.slots(layout, count)[buffer], layout)
+        return extrapolated(lambda count: workload.figures(layout, count).slots[buffer], layout)
 
     kept = slots("residual") * pieces.layer.kept + slots("pending") * pieces.layer.pending
     # Each stream has one slot more, to throw away into.

@@ -121,7 +121,7 @@ def search(
         families.fits(found, key(found))
         fitting.append(found)
     fitting.sort(key=key)
-    best = [found.layout for found in fitting[: 2 * keep]]
+    best = [found.layout for found in fitting[: keep + keep // 2]]
     if own is not None and own not in best:
         best.append(own)
     full = [candidate(workload, layout, cluster) for layout in best]

@@ -8,7 +8,7 @@ which are legal (`layout`).
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -24,11 +24,14 @@ from shardtrain.sharding.rules import compute_table, stored_table
 from shardtrain.strategies.config import PipelineConfig
 from shardtrain.strategies.parts import LAYERS
 from shardtrain.strategies.schedules.layout import Layout as Spread
-from shardtrain.strategies.schedules.simulate import even, make_costs, simulate
+from shardtrain.strategies.schedules.layout import balance
+from shardtrain.strategies.schedules.simulate import even, lockstep_time, make_costs
 from shardtrain.strategies.schedules.table import BUFFERS, Schedule
 from shardtrain.train.build import Program
 
 PyTree = Any
+MOST_ROUGH_STAGES = 16
+"""Stages of the longest pipeline whose table is made for rough figures."""
 Rules = Mapping[str, str | list[str] | None]
 
 
@@ -128,11 +131,7 @@ class Workload:
         return {}
 
     @cached_property
-    def _slots(self) -> dict[Any, dict[str, int]]:
-        return {}
-
-    @cached_property
-    def _times(self) -> dict[int, float]:
+    def _figures(self) -> dict[Any, "TableFigures"]:
         return {}
 
     @cached_property
@@ -160,7 +159,10 @@ class Workload:
         return pieces[key]
 
     def stages(self, layout: Layout, microbatches: int) -> tuple[Schedule, Spread]:
-        """The proven table for so many microbatches, and the layers of each virtual stage."""
+        """The table for so many microbatches, and the layers of each virtual stage.
+
+        A schedule by name is not proven again: it is only priced here.
+        """
         key = (*layout.table_key, microbatches)
         if key not in self._stages:
             section = PipelineConfig(**layout.sections["pipeline"])
@@ -171,29 +173,34 @@ class Workload:
                 microbatches=microbatches,
                 length=self.length,
                 vocab_size=self.vocab_size,
-                proven=not self.rough,
+                proven=False,
             )
         return self._stages[key]
 
-    def slots(self, layout: Layout, microbatches: int) -> dict[str, int]:
-        """Slots of each buffer of a stage."""
-        key = (*layout.table_key, microbatches)
-        if key not in self._slots:
-            slots = self.stages(layout, microbatches)[0].slots
-            self._slots[key] = {buffer: slots.size(buffer) for buffer in BUFFERS}
-        return self._slots[key]
+    def figures(self, layout: Layout, microbatches: int) -> "TableFigures":
+        """Figures of the table for so many microbatches, stages being equal.
 
-    def even_time(self, layout: Layout, microbatches: int) -> float:
-        """Time of the table if stages are equal, their work on one microbatch being 1."""
-        schedule = self.stages(layout, microbatches)[0]
-        key = id(schedule)
-        if key not in self._times:
+        Rough ones are those of a pipeline that is shorter in proportion, as are its microbatches.
+        """
+        if self.rough and layout.pipeline > MOST_ROUGH_STAGES:
+            factor = layout.pipeline / MOST_ROUGH_STAGES
+            short = dataclasses.replace(layout, pipeline=MOST_ROUGH_STAGES)
+            return self.figures(short, max(round(microbatches / factor), 1)).times(factor)
+        key = (*layout.table_key, microbatches)
+        if key not in self._figures:
+            schedule = self.stages(layout, microbatches)[0]
             share = even(schedule.work.num_stages, schedule.work.num_virtual)
-            self._times[key] = simulate(schedule, make_costs(share, 1 / 3, 2 / 3)).time
-        return self._times[key]
+            self._figures[key] = TableFigures(
+                slots={buffer: schedule.slots.size(buffer) for buffer in BUFFERS},
+                ticks=schedule.work.num_ticks,
+                time=lockstep_time(schedule, make_costs(share, 1 / 3, 2 / 3)),
+            )
+        return self._figures[key]
 
     def spread(self, layout: Layout) -> Spread:
         """The layers of each virtual stage, without the table of all microbatches."""
+        if self.rough:
+            return _even_spread(self.model.num_layers, layout.pipeline, layout.virtual_stages)
         few = layout.microbatches if layout.table else min(layout.pipeline, layout.microbatches)
         return self.stages(layout, few)[1]
 
@@ -272,6 +279,28 @@ class Workload:
             names=own.names,
             shapes={**own.shapes, LAYERS: layers},
         )
+
+
+@cache
+def _even_spread(num_layers: int, stages: int, virtual_stages: int) -> Spread:
+    most = -(-num_layers // (stages * virtual_stages))
+    return balance(num_layers, stages, virtual_stages, most=most)
+
+
+@dataclass(frozen=True)
+class TableFigures:
+    """What a table of a pipeline costs, whatever its stages do."""
+
+    slots: Mapping[str, float]
+    """Of each buffer of a stage."""
+    ticks: float
+    time: float
+    """If stages are equal, their work on one microbatch being 1."""
+
+    def times(self, factor: float) -> "TableFigures":
+        """Those of so many times the stages and the microbatches."""
+        slots = {buffer: count * factor for buffer, count in self.slots.items()}
+        return TableFigures(slots, self.ticks * factor, self.time * factor)
 
 
 @dataclass(frozen=True, eq=False)

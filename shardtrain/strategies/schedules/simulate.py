@@ -143,7 +143,7 @@ def simulate(
     share = even(work.num_stages, work.num_virtual) if share is None else share
     costs = make_costs(share) if costs is None else costs
     sizes = Sizes() if sizes is None else sizes
-    spent = np.sum(list(part_times(work, costs).values()), axis=0)
+    spent = _spent(work, costs)
     tick_times = spent.max(axis=1)
     time, ideal = float(tick_times.sum()), float(spent.sum(axis=0).max())
     live, live_bytes = _live(schedule, sizes, share)
@@ -160,6 +160,22 @@ def simulate(
         messages=messages,
         message_bytes=[count * sizes.activation for count in messages],
     )
+
+
+def lockstep_time(schedule: Schedule, costs: Costs) -> float:
+    """Return the lockstep time of the whole table alone, which is soon known.
+
+    Args:
+        schedule: A table.
+        costs: Times.
+    """
+    return float(_spent(schedule.work, costs).max(axis=1).sum())
+
+
+def _spent(work: Work, costs: Costs) -> Floats:
+    """Time that each stage has something to do in each tick [ticks, stages]."""
+    spent: Floats = np.sum(list(part_times(work, costs).values()), axis=0)
+    return spent
 
 
 def part_times(work: Work, costs: Costs) -> dict[str, Floats]:
