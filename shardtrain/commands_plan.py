@@ -22,6 +22,7 @@ from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
+from shardtrain.plan.layout import all_divisors
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.options import PlanOptions
 from shardtrain.plan.picture import save
@@ -342,10 +343,10 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         keep=options.top,
         price=options.price or None,
     )
-    if options.compile or options.audit:
-        plan = replace(plan, program=compiled_program(plan, config, seconds=options.seconds))
     if options.objective == "cost" and plan.price is None:
         raise ConfigError("is not known", where="price", cure="give one with --price")
+    if options.compile or options.audit:
+        plan = replace(plan, program=compiled_program(plan, config, seconds=options.seconds))
     others = []
     if options.explain:
         layout = other_layout(plan, options.explain)
@@ -353,8 +354,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         others.append(candidate(plan.workload, layout, plan.cluster))
     swept = options.sweep
     if options.objective == "cost" and not swept:
-        hosts = plan.cluster.hosts
-        swept = "hosts=" + ",".join(str(n) for n in range(1, hosts + 1) if hosts % n == 0)
+        swept = "hosts=" + ",".join(map(str, all_divisors(plan.cluster.hosts)))
     points = sweep(plan, swept) if swept else ()
     if options.out:
         _write(plan, config, options.out)
@@ -378,7 +378,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
 def _write(plan: Plan, config: RunConfig, out: str) -> None:
     if plan.found is None or not plan.found.best:
         raise ConfigError(
-            "there is no layout that fits to write" if plan.found else "needs --search True",
+            "there is no layout that fits to write" if plan.found else "the search was left out",
             where=f"out={out}",
         )
     text = to_toml(with_layout(config, plan.found.best[0].layout))

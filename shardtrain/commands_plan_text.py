@@ -159,6 +159,3 @@ def show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None
         ]
         table.add_row(*cells)
     console.print(table)
-
-
-_WIDTH = 110

@@ -101,9 +101,7 @@ class Plan:
         """What so many tokens cost."""
         if self.price is None:
             return None
-        steps = tokens / self.tokens
-        hours = steps * candidate.cost.middle / 3600
-        return hours * self.price * self.cluster.num_devices
+        return _price(candidate, self.cluster, self.price, tokens / self.tokens)
 
     def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs utilisation, in [0, 1]."""
@@ -186,8 +184,12 @@ class Point:
     def price_of_tokens(self, price: float, tokens: float = 1e9) -> float:
         """What so many tokens cost, at a price of one device for an hour."""
         assert self.best is not None
-        hours = tokens / self.tokens * self.best.cost.middle / 3600
-        return hours * price * self.cluster.num_devices
+        return _price(self.best, self.cluster, price, tokens / self.tokens)
+
+
+def _price(candidate: Candidate, cluster: Cluster, price: float, steps: float) -> float:
+    """What so many steps cost, at a price of one device for an hour."""
+    return steps * candidate.cost.middle / 3600 * price * cluster.num_devices
 
 
 def _ends(candidate: Candidate) -> list[float]:

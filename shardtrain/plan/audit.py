@@ -110,14 +110,13 @@ def audit(compiled: Compiled, expected: Expected) -> Audit:
         HloError: the text is not the HLO that the parser knows.
     """
     evidence = Evidence(compiled, expected)
-    theory = expected.products_in_kernels if evidence.in_kernels else expected.products
     return Audit(
         promises=tuple(Promise(name, check(evidence)) for name, check in PROMISES.items()),
         traffic=tuple(_traffic(evidence.moved, expected.domain)),
         collectives=evidence.moved,
         host_copies=host_copies(evidence.module),
         flops=evidence.module.flops,
-        expected_flops=theory.model,
+        expected_flops=evidence.theory.model,
         model_flops=expected.model_flops,
         state_bytes=expected.state_bytes,
         donated_bytes=compiled.memory["aliased"],

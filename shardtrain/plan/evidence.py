@@ -14,6 +14,7 @@ from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.expected import Expected
 from shardtrain.plan.hlo import Instruction, Module, Visit, parse_hlo
 from shardtrain.plan.origins import Origins
+from shardtrain.plan.recompute import Products
 
 State: TypeAlias = Literal["kept", "broken", "not checked"]
 
@@ -110,6 +111,12 @@ class Evidence:
     def in_kernels(self) -> bool:
         """Whether attention is a library's kernel, whose products do not show."""
         return "__cudnn$fmha" in self.compiled.text
+
+    @property
+    def theory(self) -> Products:
+        """The FLOPs that products should have, those that do not show left out."""
+        expected = self.expected
+        return expected.products_in_kernels if self.in_kernels else expected.products
 
     def products(self) -> Iterator[tuple[Visit, Instruction, int]]:
         """Instructions that multiply matrices, with the FLOPs of one run."""

@@ -32,10 +32,18 @@ def divisors(number: int, near: int, count: int = 4) -> list[int]:
         >>> divisors(8, near=3)
         [1, 2, 4, 8]
     """
-    found = {
-        d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)
-    }
-    return sorted(sorted(found, key=lambda d: abs(math.log(d / near)))[:count])
+    return sorted(sorted(all_divisors(number), key=lambda d: abs(math.log(d / near)))[:count])
+
+
+def all_divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order.
+
+    Example:
+        >>> all_divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def multiples(unit: int, near: int) -> list[int]:

@@ -89,7 +89,7 @@ def state_is_donated(evidence: Evidence) -> Outcome:
 def remat_costs_its_theory(evidence: Evidence) -> Outcome:
     """Products done again are those of the remat policy at most: none, or a layer's forward."""
     expected = evidence.expected
-    theory = expected.products_in_kernels if evidence.in_kernels else expected.products
+    theory = evidence.theory
     found, most = evidence.module.flops, theory.most
     words = (
         f"{found:.4g} FLOPs of products, {theory.model:.4g} without recomputation, at most "
@@ -109,7 +109,7 @@ def remat_saves(evidence: Evidence) -> Outcome:
     expected = evidence.expected
     if expected.remat == "none":
         return unchecked("remat none drops nothing")
-    theory = expected.products_in_kernels if evidence.in_kernels else expected.products
+    theory = evidence.theory
     found, least = evidence.module.flops, theory.again[0]
     checked, faults, words = False, list[Fault](), ""
     if least > VISIBLE * theory.model and found > theory.model * (1 - TOLERANCE):

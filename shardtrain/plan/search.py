@@ -15,13 +15,12 @@ from shardtrain.data.config import DataConfig
 from shardtrain.errors import ConfigError
 from shardtrain.plan.cost import Cost, Seconds, cost
 from shardtrain.plan.hardware import Cluster
-from shardtrain.plan.layout import layout_faults
+from shardtrain.plan.layout import all_divisors, layout_faults
 from shardtrain.plan.memory import MARGIN, Memory, memory
 from shardtrain.plan.traffic import TENSOR
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.config import ShardingConfig
 
-OBJECTIVES = ("time", "memory", "cost")
 POLICIES = ("none", "dots", "full")
 """Remat policies that are tried."""
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8), ("gpipe", 1))
@@ -96,7 +95,8 @@ def search(
         workload: the work.
         cluster: where it is to run.
         own: a layout to look at besides.
-        objective: one of `OBJECTIVES`; the cost of a step on a given cluster goes by its time.
+        objective: "time", "memory" or "cost"; on a given cluster the cost of a step goes by its
+            time.
         keep: how many of the best to return.
 
     Returns:
@@ -149,7 +149,7 @@ def _layouts(workload: Workload, cluster: Cluster) -> Iterator[tuple[Layout, str
     """Every layout, or one of its family with the reason why it is not legal."""
     devices, model = cluster.num_devices, workload.model
     for tensor in (t for t in _powers(devices) if t <= max(16, cluster.domain)):
-        for pipeline in _divisors(devices // tensor):
+        for pipeline in all_divisors(devices // tensor):
             base = Layout(pipeline=pipeline, tensor=tensor, data=devices // (tensor * pipeline))
             if pipeline > model.num_layers:
                 yield base, f"the model has {model.num_layers} layers"
@@ -221,10 +221,6 @@ def _powers(number: int) -> list[int]:
     while number % (2 * found[-1]) == 0:
         found.append(2 * found[-1])
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 # -- why the others are not

@@ -37,12 +37,6 @@ class Sent:
     hides: bool
     """Whether there is work of the step beside it; else it comes before or after all of that."""
 
-    @property
-    def wire(self) -> float:
-        """Bytes that a device sends in a step, by a ring."""
-        share = {"send": 1.0, "all-reduce": 2 * (self.size - 1) / self.size}
-        return share.get(self.kind, (self.size - 1) / self.size) * self.payload * self.times
-
 
 def traffic(workload: Workload, layout: Layout) -> tuple[Sent, ...]:
     """What one device sends in a step.
@@ -65,13 +59,13 @@ def of_tensor(workload: Workload, layout: Layout) -> tuple[Sent, ...]:
         return ()
     payload = workload.pieces(layout).whole_activation * workload.samples(layout)
     layers = workload.model.num_layers / layout.pipeline
-    counts = {"all-reduce": 4 + reductions_again(layout.remat)}
+    counts: dict[Kind, int] = {"all-reduce": 4 + reductions_again(layout.remat)}
     if layout.sequence_parallel:
         # Each half of a layer gathers before it and scatters after it; backward the other way.
         gathers = 4 + (0 if layout.remat == "none" else 2)  # what is not kept is gathered again
         counts = {"all-gather": gathers, "reduce-scatter": counts["all-reduce"]}
     return tuple(
-        Sent(kind, TENSOR, layout.tensor, payload, (layers * n + 2) * layout.microbatches, False)  # type: ignore[arg-type]
+        Sent(kind, TENSOR, layout.tensor, payload, (layers * n + 2) * layout.microbatches, False)
         for kind, n in counts.items()
     )
 

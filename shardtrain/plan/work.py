@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Var
 
 from shardtrain.strategies import traced
 
@@ -70,9 +70,6 @@ class Work:
         products = tuple(replace(p, rows=round(p.rows * factor)) for p in self.products)
         scaled = (factor * x for x in (self.product_bytes, self.other_bytes, self.peak))
         return Work(products, *scaled)
-
-
-NOTHING = Work((), 0.0, 0.0, 0.0)
 
 
 def trace(function: Callable[..., PyTree], *shapes: PyTree) -> ClosedJaxpr:
@@ -141,7 +138,7 @@ def _other_form(var: Var, made_by: dict[Var, Any]) -> Var:
 
 
 def _variables(eqn: Any) -> list[Var]:
-    return [v for v in eqn.invars if isinstance(v, Var) and not isinstance(v, Literal)]
+    return [v for v in eqn.invars if isinstance(v, Var)]
 
 
 def _product(eqn: Any) -> Product:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
@@ -222,13 +221,11 @@ class Workload:
     def _rest(self, layout: Layout, rows: int) -> "State":
         placement, policy = self.placement(layout, rows), self.program.policy
         entries = _entries(placement)
-        params = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, policy.compute), placement.shapes
-        )
         if self.rough:
             return self._by_the_entry(layout, entries)
-        masters = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, policy.master), placement.shapes
+        params, masters = (
+            jax.tree.map(lambda a, t=dtype: jax.ShapeDtypeStruct(a.shape, t), placement.shapes)
+            for dtype in (policy.compute, policy.master)
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
@@ -270,9 +267,8 @@ class Workload:
         layers = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), own.shapes[LAYERS]
         )
-        mesh: AbstractMesh = abstract_mesh(layout.degrees, self.platform)
         return Placement(
-            mesh=mesh,
+            mesh=abstract_mesh(layout.degrees, self.platform),
             compute=compute,
             stored=stored_table(compute),
             zero=layout.zero,

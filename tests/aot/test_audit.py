@@ -19,18 +19,15 @@ from shardtrain.plan.audit import Audit, audit
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.evidence import Outcome
 from shardtrain.plan.expected import expect
-from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.plan.targets import Target
 from shardtrain.run import lower_step, make_program
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies import accumulate, stack
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.xdist_group("audit"),
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler("audit")
 
 TARGET = Target("h100", hosts=2, per_host=8)
 LAYERS, EMBED, VOCAB, LENGTH, BATCH = 4, 256, 2048, 128, 96

@@ -9,12 +9,10 @@ import pytest
 
 from shardtrain.errors import ConfigError, UserError
 from shardtrain.plan.compiling import Job, compile_for
-from shardtrain.plan.targets import CHIPS, Target, descriptions, missing_parts, require_compiler
+from shardtrain.plan.targets import CHIPS, Target, descriptions, require_compiler
+from tests.aot.marks import needs_compiler
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler()
 
 TARGET = Target("h100", hosts=2, per_host=4)
 

@@ -14,14 +14,11 @@ from shardtrain.config import load_config
 from shardtrain.plan.collectives import collectives, totals
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
-from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.plan.targets import Target
 from shardtrain.run import lower_step
+from tests.aot.marks import needs_compiler
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.xdist_group("overlap"),
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler("overlap")
 
 TARGET = Target("h100", hosts=1, per_host=8)
 VOCAB = 50304

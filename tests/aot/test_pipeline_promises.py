@@ -17,18 +17,15 @@ from shardtrain.config import RunConfig, load_config
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
-from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.plan.targets import Target
 from shardtrain.run import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.xdist_group("pipeline promises"),
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler("pipeline promises")
 
 TARGET = Target("h100", hosts=1, per_host=8)
 STAGES, SHARDS, EACH = 4, 2, 2

@@ -24,15 +24,13 @@ from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hlo import Module, parse_hlo
-from shardtrain.plan.targets import Target, missing_parts
+from shardtrain.plan.targets import Target
 from shardtrain.run import abstract_batch, lower_step, make_program, make_report
 from shardtrain.train.build import Program
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler()
 
 TARGET = Target("h100", hosts=1, per_host=8)
 LAYERS, EMBED, VOCAB, LENGTH, BATCH = 4, 512, 8192, 256, 64

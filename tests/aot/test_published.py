@@ -5,13 +5,9 @@ import pytest
 from shardtrain.commands_plan import compiled_program, make_plan
 from shardtrain.config import load_config
 from shardtrain.plan.answer import Plan, Program
-from shardtrain.plan.targets import missing_parts
+from tests.aot.marks import needs_compiler
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.xdist_group("published"),
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler("published")
 
 Compiled = tuple[Plan, Program]
 

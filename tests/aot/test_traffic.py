@@ -10,16 +10,13 @@ from shardtrain.config import load_config
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
-from shardtrain.plan.targets import Target, missing_parts
-from shardtrain.plan.traffic import of_data, of_tensor
+from shardtrain.plan.targets import Target
+from shardtrain.plan.traffic import traffic
 from shardtrain.run import lower_step
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.xdist_group("traffic"),
-    pytest.mark.skipif(bool(missing_parts()), reason="needs " + " and ".join(missing_parts())),
-]
+pytestmark = needs_compiler("traffic")
 
 LAYERS, EMBED, VOCAB, LENGTH = 4, 1024, 8192, 64
 EACH = 2
@@ -74,7 +71,7 @@ def test_bytes_are_as_planned(
     config = load_config(sections(devices, LAYOUTS[name]), LAYOUTS[name])
     workload, layout = make_workload(config, VOCAB, "gpu"), layout_of(config, devices)
     planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for sent in (*of_data(workload, layout), *of_tensor(workload, layout)):
+    for sent in traffic(workload, layout):
         planned[sent.kind, sent.axes] += round(sent.payload * sent.times)
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for collective in moved[devices, name]:

@@ -3,7 +3,7 @@
 import pytest
 
 from shardtrain.plan.hardware import parse_cluster
-from shardtrain.plan.links import FAST_LATENCY, REACHED, Group, group, seconds
+from shardtrain.plan.links import FAST_LATENCY, REACHED, Group, Kind, group, seconds
 
 NVLINK, CARD = 300e9, 25e9  # of an A100, of its part of a DGX A100's network
 RING = Group(size=8, inside=8, bandwidth=100e9, latency=0.0)
@@ -22,8 +22,8 @@ def degrees(**given: int) -> dict[str, int]:
         ("send", 1e9 / 100e9),
     ],
 )
-def test_bytes_over_bandwidth(kind: str, expected: float) -> None:
-    assert seconds(kind, 1e9, RING) == pytest.approx(expected)  # type: ignore[arg-type]
+def test_bytes_over_bandwidth(kind: Kind, expected: float) -> None:
+    assert seconds(kind, 1e9, RING) == pytest.approx(expected)
 
 
 def test_a_tree_wins_where_latency_counts() -> None:
