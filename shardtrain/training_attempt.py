@@ -275,9 +275,11 @@ class Attempt:
             mfu = utilisation(flops / seconds, devices, config.train.precision)
             return {"tokens_per_second": tokens / seconds, "mfu": mfu}
 
-        def prepare(update: int, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        def prepare(
+            update: int, cursor: int, batch: Mapping[str, jax.Array]
+        ) -> Mapping[str, jax.Array]:
             chaos.before(update, step_time)
-            return chaos.batch(update, batch)
+            return chaos.batch(cursor + 1, batch)
 
         def inspect(update: int, state: TrainState) -> None:
             if config.guard.replicas_every and update % config.guard.replicas_every == 0:

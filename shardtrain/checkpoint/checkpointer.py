@@ -282,6 +282,21 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
+    def drop_after(self, step: int) -> list[int]:
+        """Delete the steps after one, which a run that went back will do again.
+
+        Args:
+            step: The newest that stays.
+
+        Returns:
+            The steps that went.
+
+        Raises:
+            OSError: One could not be deleted.
+        """
+        self.wait()
+        return folder.remove_steps(self.directory, [s for s in self.steps() if s > step])
+
     def close(self) -> None:
         """Wait for the save under way and let go of threads.
 

@@ -197,13 +197,28 @@ def retire(directory: Path, keep: int) -> list[int]:
     Raises:
         OSError: A step could not be deleted.
     """
-    gone = complete_steps(directory)[:-keep]
-    for step in gone:
+    return remove_steps(directory, complete_steps(directory)[:-keep])
+
+
+def remove_steps(directory: Path, steps: list[int]) -> list[int]:
+    """Delete steps, each absent before it is damaged.
+
+    Args:
+        directory: The checkpoint folder.
+        steps: Complete steps.
+
+    Returns:
+        The steps.
+
+    Raises:
+        OSError: A step could not be deleted.
+    """
+    for step in steps:
         doomed = directory / f"{step}{DELETING}"
         remove(doomed)
         (directory / str(step)).rename(doomed)
         remove(doomed)
-    return gone
+    return steps
 
 
 def remove(path: Path) -> None:
