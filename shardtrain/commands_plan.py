@@ -18,6 +18,7 @@ from shardtrain.commands_plan_text import (
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
 from shardtrain.errors import ConfigError, UserError
 from shardtrain.plan.answer import EXIT_DOES_NOT_FIT, Plan, Point, Program
+from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.expected import expect
@@ -333,6 +334,10 @@ def _point(plan: Plan, key: str, value: int) -> Point:
 
 def run_plan(options: PlanOptions, config: RunConfig) -> int:
     """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
+    if options.keep and not (options.compile or options.audit):
+        raise ConfigError(
+            "there is no program to keep", where=f"keep={options.keep}", cure="add --compile"
+        )
     chips = read_chips(options.chips) if options.chips else CHIPS
     plan = make_plan(
         config,
@@ -361,7 +366,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     if options.picture:
         save(plan, options.picture)
     if options.keep and plan.program:
-        keep_program(plan.program, options.keep)
+        write_artifacts(plan, plan.program, options.keep)
     if options.json:
         explained = [{**plan.candidate_json(c), "why": plan.why(c)} for c in others]
         told = [_point_json(plan, point) for point in points]
@@ -386,19 +391,6 @@ def _write(plan: Plan, config: RunConfig, out: str) -> None:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", where=f"out={out}") from error
-
-
-def keep_program(program: Program, folder: str) -> None:
-    """Writes the program's text and figures into a folder, for a diff with a later one."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "step.hlo").write_text(program.compiled.text, encoding="utf-8")
-        figures = json.dumps(
-            {"bytes_per_device": program.bytes_per_device, **program.audit.as_json()}, indent=1
-        )
-        (Path(folder) / "figures.json").write_text(figures + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=f"keep={folder}") from error
 
 
 def _point_json(plan: Plan, point: Point) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Does not own: what is compiled: a function of the target's devices, named by the
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,11 @@ Lower = Callable[..., Any]
 """(devices, *arguments) -> `jax.stages.Lowered`; found by its name, so a module's own function."""
 
 _REMATERIALIZED = "Involuntary full rematerialization"
+_STAMP = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ ")
+"""Time and process of a message, by which the same one would differ."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
+_LAST, _WIDEST = 12, 160
+"""Lines of the child's own words that are told when it fails, and characters of each."""
 _TUNING = "--xla_gpu_autotune_level"
 _CODE = "from shardtrain.plan.compiling import child_main; child_main()"
 
@@ -98,13 +103,38 @@ def compile_for(
             if isinstance(compiled, UserError):
                 raise compiled
             return compiled
-    last = "\n".join(words.strip().splitlines()[-12:])
+    raise _fault(code, words, where=f"compiling for {target}", seconds=seconds)
+
+
+def _fault(code: int | None, words: str, *, where: str, seconds: float) -> UserError:
+    """How a child ended that has no answer, on one screen.
+
+    Args:
+        code: its exit code, negative for a signal; None = it was ended when its time was over.
+        words: all that it wrote; the last lines are told.
+        where: what it did.
+        seconds: its time.
+    """
+    last = "\n".join(line[:_WIDEST] for line in words.strip().splitlines()[-_LAST:])
     if code is None:
-        raise UserError(
-            f"not done after {seconds:.0f} s", where=f"compiling for {target}", value=last
+        return UserError(
+            f"not done after {seconds:.0f} s",
+            where=where,
+            value=last,
+            cure="give it more time with --seconds",
         )
-    how = f"aborted ({signal.Signals(-code).name})" if code < 0 else f"failed (exit code {code})"
-    raise UserError(f"the compiler {how}", where=f"compiling for {target}", value=last)
+    if code >= 0:
+        return UserError(f"the compiler failed (exit code {code})", where=where, value=last)
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return UserError(
+            f"the compiler was ended from outside ({name})",
+            where=where,
+            value=last,
+            cure="see whether this machine ran out of memory; compile on one with more, or a "
+            "smaller layout",
+        )
+    return UserError(f"the compiler aborted ({name})", where=where, value=last)
 
 
 def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) -> int | None:
@@ -174,5 +204,5 @@ def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
         text=compiled.as_text(),
         memory={ours: int(getattr(memory, theirs)) for ours, theirs in _MEMORY.items()},
         seconds=time.perf_counter() - start,
-        rematerialized=tuple(line for line in messages if _REMATERIALIZED in line),
+        rematerialized=tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line),
     )
