@@ -18,6 +18,7 @@ from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import DataError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run, build
+from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.train.flops import utilisation
 from shardtrain.train.interrupt import EXIT_CODES, Interrupt
@@ -60,6 +61,7 @@ class _Training:
     def __init__(self, run: Run, directory: RunDirectory) -> None:
         config = run.config
         check_trackers(config.log.trackers)
+        require_auditable(config, run.mesh)
         self.run = run
         self.directory = directory
         self.checkpoints = Checkpointer(directory.checkpoints, config.checkpoint.keep)
@@ -162,6 +164,8 @@ class _Training:
         step: CompiledStep = run.program.compile_step(layout.arrays)
         seconds = time.perf_counter() - begun
         observer.event("compile", first, {"seconds": seconds, **_device_bytes(step)})
+        if run.config.train.audit:
+            screen.say(check_step(run.config, run.program, run.info.vocab_size, step))
         return step
 
     def _begin(self, observer: Observer, resume: int | None, seen: int) -> TrainState:

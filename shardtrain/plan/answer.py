@@ -163,7 +163,7 @@ class Plan:
         state = {name: round(held[name]) for name in ("parameters", "master", "moments")}
         return {
             "seconds": round(program.compiled.seconds, 2),
-            "rematerialized": list(program.compiled.rematerialized),
+            "rematerialized": list(program.compiled.rematerialized or ()),
             **program.audit.as_json(),
             "bytes_per_device": state | program.bytes_per_device,
         }

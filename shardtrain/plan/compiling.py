@@ -45,8 +45,9 @@ class Compiled:
     """Bytes by class: arguments, outputs, aliased (donated), temporaries, peak, host."""
     seconds: float
     """Time that lowering and compiling took."""
-    rematerialized: tuple[str, ...]
-    """XLA's words on tensors that it gathered whole because it found no better way."""
+    rematerialized: tuple[str, ...] | None
+    """XLA's words on tensors that it gathered whole because it found no better way; None where
+    nobody listened."""
 
 
 _MEMORY = {
@@ -198,11 +199,26 @@ def child_main() -> None:
 def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
     start, written = time.perf_counter(), log.stat().st_size
     compiled = job.lower(devices, *job.arguments).compile()
-    memory = compiled.memory_analysis()
+    seconds = time.perf_counter() - start
     messages = log.read_bytes()[written:].decode("utf-8", "replace").splitlines()
+    found = tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line)
+    return read_program(compiled, seconds=seconds, rematerialized=found)
+
+
+def read_program(
+    program: Any, *, seconds: float = 0.0, rematerialized: tuple[str, ...] | None
+) -> Compiled:
+    """What is read of a program of jax, compiled here or for a target.
+
+    Args:
+        program: a `jax.stages.Compiled`.
+        seconds: time that it took.
+        rematerialized: as `Compiled.rematerialized`.
+    """
+    memory = program.memory_analysis()
     return Compiled(
-        text=compiled.as_text(),
+        text=program.as_text(),
         memory={ours: int(getattr(memory, theirs)) for ours, theirs in _MEMORY.items()},
-        seconds=time.perf_counter() - start,
-        rematerialized=tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line),
+        seconds=seconds,
+        rematerialized=rematerialized,
     )
