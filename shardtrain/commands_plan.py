@@ -20,7 +20,7 @@ from shardtrain.errors import ConfigError, UserError
 from shardtrain.plan.answer import EXIT_DOES_NOT_FIT, Plan, Point, Program
 from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
-from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.compiling import DoesNotFitError, Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
 from shardtrain.plan.layout import all_divisors
@@ -188,14 +188,21 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         seconds: time limit.
 
     Raises:
+        DoesNotFitError: the compiler says so itself, as that for TPUs does.
         UserError: the compiler is missing, does not know the chip, or fails.
     """
     cluster = plan.cluster
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
     job = Job(lower_step, (config, plan.workload.vocab_size))
-    compiled = compile_for(target, {"step": job}, seconds=seconds, overlap=config.train.overlap)[
-        "step"
-    ]
+    try:
+        compiled = compile_for(
+            target, {"step": job}, seconds=seconds, overlap=config.train.overlap
+        )["step"]
+    except DoesNotFitError as fault:
+        fault.cure = "one of these changes\n" + memory_help(replace(plan, tight=True))
+        raise
+    if target.is_tpu:
+        return Program(compiled, None)
     mesh = abstract_mesh(plan.own.layout.degrees, plan.workload.platform)
     expected = expect(
         make_program(config, vocab_size=plan.workload.vocab_size, mesh=mesh),
@@ -348,6 +355,13 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         keep=options.top,
         price=options.price or None,
     )
+    if options.audit and plan.workload.platform != "gpu":
+        raise ConfigError(
+            "promises are read in programs for GPUs alone",
+            where="audit",
+            value=options.target,
+            cure="use --compile, which says what the program takes",
+        )
     if options.objective == "cost" and plan.price is None:
         raise ConfigError("is not known", where="price", cure="give one with --price")
     if options.compile or options.audit:

@@ -25,7 +25,8 @@ class Program:
     """The compiled step."""
 
     compiled: Compiled
-    audit: Audit
+    audit: Audit | None
+    """None for a TPU, whose programs are not read."""
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -81,7 +82,7 @@ class Plan:
     @property
     def exit_code(self) -> int:
         """What the command returns."""
-        if self.program and self.program.audit.broken:
+        if self.program and self.program.audit and self.program.audit.broken:
             return EXIT_BROKEN
         return 0 if self.fits else EXIT_DOES_NOT_FIT
 
@@ -164,7 +165,7 @@ class Plan:
         return {
             "seconds": round(program.compiled.seconds, 2),
             "rematerialized": list(program.compiled.rematerialized or ()),
-            **program.audit.as_json(),
+            **(program.audit.as_json() if program.audit else {}),
             "bytes_per_device": state | program.bytes_per_device,
         }
 

@@ -30,13 +30,16 @@ def artifacts(plan: Plan, program: Program) -> dict[str, str]:
         program: its compiled step.
 
     Returns:
-        File names to texts: the program, its collectives, its memory, and the plan.
+        File names to texts: the program, its collectives where they were read, its memory, and the
+        plan.
     """
     figures = plan.as_json()
     del figures["compiled"]["seconds"]
+    found = program.audit
+    moved = _lines(_moved(found.collectives, plan.cluster.domain)) if found else ""
     return {
         "step.hlo": stable_text(program.compiled.text),
-        "collectives.txt": _lines(_moved(program.audit.collectives, plan.cluster.domain)),
+        **({"collectives.txt": moved} if moved else {}),
         "memory.txt": _lines(_memory(plan, program)),
         "plan.json": json.dumps(figures, indent=1, sort_keys=True) + "\n",
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors import UserError
-from shardtrain.plan.targets import Target, require_compiler, target_devices
+from shardtrain.plan.targets import Target, require_compiler_of, target_devices
 from shardtrain.sharding.xla_flags import missing_flags
 
 Lower = Callable[..., Any]
@@ -61,6 +61,12 @@ _MEMORY = {
 }
 
 
+class DoesNotFitError(UserError):
+    """The compiler for TPUs ends with a program that is too large; that for GPUs does not."""
+
+    exit_code = 4
+
+
 @dataclass(frozen=True)
 class Job:
     """One program to compile."""
@@ -91,13 +97,14 @@ def compile_for(
         The compiled programs, by name.
 
     Raises:
+        DoesNotFitError: the compiler refuses a program that is too large for its target.
         UserError: the plug-in is missing, the time is over, or the compiler failed.
     """
-    require_compiler()
+    require_compiler_of(target)
     with tempfile.TemporaryDirectory(prefix="shardtrain-plan-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         request.write_bytes(pickle.dumps((target, dict(jobs))))
-        code = _run([request, answer, log], _environment(xla_flags, overlap), seconds)
+        code = _run([request, answer, log], _environment(target, xla_flags, overlap), seconds)
         words = log.read_text(encoding="utf-8", errors="replace")
         if code == 0:
             compiled: dict[str, Compiled] | UserError = pickle.loads(answer.read_bytes())
@@ -162,15 +169,18 @@ def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) 
             child.wait()
 
 
-def _environment(xla_flags: Sequence[str], overlap: bool) -> dict[str, str]:
+def _environment(target: Target, xla_flags: Sequence[str], overlap: bool) -> dict[str, str]:
     """Without virtual devices, without a search for GPUs, with XLA's warnings."""
     own = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_DEVICE_FLAG)]
+    given = [*own, *xla_flags]
+    tuned = [] if target.is_tpu else _target_flags(given, overlap)  # the flags are of GPUs
     return {
         **os.environ,
+        **target.environment,
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache has no messages
         "TF_CPP_MIN_LOG_LEVEL": "1",
-        "XLA_FLAGS": " ".join([*own, *xla_flags, *_target_flags([*own, *xla_flags], overlap)]),
+        "XLA_FLAGS": " ".join([*given, *tuned]),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
@@ -198,7 +208,14 @@ def child_main() -> None:
 
 def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
     start, written = time.perf_counter(), log.stat().st_size
-    compiled = job.lower(devices, *job.arguments).compile()
+    lowered = job.lower(devices, *job.arguments)
+    try:
+        compiled = lowered.compile()
+    except RuntimeError as error:  # jax's
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise DoesNotFitError("the step does not fit", where="compiling", value=first) from None
     seconds = time.perf_counter() - start
     messages = log.read_bytes()[written:].decode("utf-8", "replace").splitlines()
     found = tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line)

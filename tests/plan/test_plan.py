@@ -351,6 +351,8 @@ def test_a_run_that_is_out_of_memory_is_told_what_would_do(
         (["--target", "h100:4x8", "--mesh.tensor", "16"], "model.num_heads=8 is not divisible"),
         (["--target", "h100:2x8", "--mesh.pipeline", "16"], "too few for 16 parts"),
         (["--target", "h101:1x8", "--audit"], "there is no such chip"),
+        (["--target", "tpu-v5e:1x8", "--audit"], "read in programs for GPUs alone"),
+        (["--target", "tpu-v5e:1x2", "--compile"], "tpu-v5e:HOSTSx4 or tpu-v5e:HOSTSx8"),
     ],
 )
 def test_bad_input_ends_with_2(
