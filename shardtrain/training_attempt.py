@@ -30,6 +30,7 @@ from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run
+from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -70,6 +71,7 @@ class Attempt:
         limits: Limits,
     ) -> None:
         config = run.config
+        require_auditable(config, run.mesh)
         self.run, self.directory = run, directory
         self.peers, self.phases, self.limits = peers, phases, limits
         self.chaos = self._chaos()
@@ -236,6 +238,8 @@ class Attempt:
         seconds = time.perf_counter() - begun
         self.phases.enter("start")
         observer.event("compile", first, {"seconds": seconds, **_device_bytes(step)})
+        if run.config.train.audit:
+            self.screen.say(check_step(run.config, run.program, run.info.vocab_size, step))
         every = run.config.guard.rerun_every
         return Rerun(step, every) if every else step
 
