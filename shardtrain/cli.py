@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain import __version__
+from shardtrain.cli_checkpoints import CheckpointsOptions, checkpoints_command
 from shardtrain.cli_flags import parse, parse_plain
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
@@ -271,6 +272,7 @@ COMMANDS = {
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),
     "plan": Command(PlanFlags, "config", plan_command),
+    "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
     "schedule": Command(ScheduleOptions, "", schedule_command),
     "doctor": Command(Doctor, "", _doctor),
 }
