@@ -23,12 +23,20 @@ from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
 from shardtrain.config_effects import ineffective_settings
-from shardtrain.errors import ConfigError, UserError
+from shardtrain.errors import (
+    EXIT_FAULT_OF_OURS,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    ConfigError,
+    PeerEndError,
+    UserError,
+)
 from shardtrain.sharding.devices import expected_devices, prepare_devices
+from shardtrain.sharding.processes import find_peers, join, leave
 from shardtrain.train.interrupt import leave_on_termination
 
-EXIT_FAULT_OF_OURS = 70
-EXIT_INTERRUPTED = 130
+_TOGETHER = (0, EXIT_PREEMPTED, EXIT_INTERRUPTED)
+"""Exit codes that all processes of a run come to at the same step."""
 
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
 RunSource = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -138,9 +146,13 @@ class Doctor:
     """Print JSON and nothing else."""
 
 
-def _train(_options: Train, config: RunConfig) -> int:
+def _train(options: Train, config: RunConfig) -> int:
+    del options
     with leave_on_termination():
-        _devices(config)
+        peers = find_peers()
+        _devices(config, 1 if peers is None else peers.count)
+        if peers is not None:
+            join(peers)
         from shardtrain.training import train_command
 
         try:
@@ -223,13 +235,20 @@ def _doctor(options: Doctor) -> int:
     return doctor_command(json=options.json)
 
 
-def _devices(config: RunConfig) -> None:
+def _devices(config: RunConfig, processes: int = 1) -> None:
     """Check the mesh while jax is not imported, as far as that goes, and ask for CPU devices."""
-    expected = expected_devices(config.run.cpu_devices)
+    cpu_devices = config.run.cpu_devices
+    if cpu_devices % processes:
+        raise ConfigError(
+            f"these devices do not divide by the {processes} processes of this run",
+            where=f"run.cpu_devices={cpu_devices}",
+            allowed=f"a multiple of {processes}, or 0",
+        )
+    expected = expected_devices(cpu_devices // processes)
     if expected is not None:
-        resolve_mesh(config, expected)
+        resolve_mesh(config, expected * processes)
     prepare_devices(
-        config.run.cpu_devices,
+        cpu_devices // processes,
         deterministic=config.run.deterministic,
         overlap=config.train.overlap,
     )
@@ -273,12 +292,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 the input is wrong, 70 a fault of ours, and what the command says.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    code = _main(words)
+    if find_peers() is not None and code not in _TOGETHER and "jax" in sys.modules:
+        leave(code)
+    return code
+
+
+def _main(words: list[str]) -> int:
     try:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except UserError as error:
-        print(error, file=sys.stderr)
+    except (UserError, PeerEndError) as error:
+        if isinstance(error, UserError):  # the process whose fault it is tells the other one
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -13,15 +13,13 @@ from rich.text import Text
 
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
+from shardtrain.errors import EXIT_FAILED
 from shardtrain.run import Run, build, make_program, make_report
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
 from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
 from shardtrain.verify.shrink import shrunk
-
-EXIT_FAILED = 1
-
 
 # -- verify
 

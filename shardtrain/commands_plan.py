@@ -16,8 +16,8 @@ from shardtrain.commands_plan_text import (
     show_points,
 )
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
-from shardtrain.errors import ConfigError, UserError
-from shardtrain.plan.answer import EXIT_DOES_NOT_FIT, Plan, Point, Program
+from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError
+from shardtrain.plan.answer import Plan, Point, Program
 from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.expected import expect

@@ -25,7 +25,14 @@ from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import PipelineConfig, TrainConfig
 from shardtrain.tasks.config import LanguageModelConfig
-from shardtrain.train.config import EvalConfig, LogConfig, RunSection
+from shardtrain.train.config import (
+    EvalConfig,
+    GuardConfig,
+    LogConfig,
+    RunSection,
+    TargetsConfig,
+    WatchdogConfig,
+)
 
 MODELS: Final[dict[str, type[BaseModel]]] = {"transformer": TransformerConfig}
 """Section class of each `model.type`."""
@@ -52,6 +59,9 @@ class RunConfig(BaseModel):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
+    targets: TargetsConfig = Field(default_factory=TargetsConfig)
 
 
 SECTIONS: Final[dict[str, type[BaseModel]]] = {
@@ -67,6 +77,9 @@ SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
     "eval": EvalConfig,
+    "guard": GuardConfig,
+    "watchdog": WatchdogConfig,
+    "targets": TargetsConfig,
 }
 """Class of each section, with the default model and task."""
 

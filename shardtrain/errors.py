@@ -1,16 +1,34 @@
 """What a user sees when her input cannot be used.
 
-Owns: the error types that mean "the input is wrong, not the program" and their one-screen text.
-Does not own: exit codes of anything else, and no check; checks live where a value enters.
+Owns: the error types that mean "the input is wrong, not the program", their one-screen text, and
+the exit codes of all commands. Owns no check; checks live where a value enters.
 """
 
 from collections.abc import Sequence
+from typing import Final
+
+EXIT_FAILED: Final = 1
+"""A check failed."""
+EXIT_WRONG_INPUT: Final = 2
+EXIT_POLICY: Final = 3
+"""Stopped by a policy of the user's: bad numbers, a spike, a target that is missed."""
+EXIT_DOES_NOT_FIT: Final = 4
+EXIT_BROKEN: Final = 5
+"""A promise is broken."""
+EXIT_FAULT_OF_OURS: Final = 70
+EXIT_PREEMPTED: Final = 75
+"""Saved, because somebody wants the machine back; the run goes on elsewhere or later."""
+EXIT_PEER_LOST: Final = 76
+"""Another process of the run is gone."""
+EXIT_HUNG: Final = 124
+EXIT_INTERRUPTED: Final = 130
+"""Saved, because of Ctrl-C."""
 
 
 class UserError(Exception):
     """The user's input cannot be used: where it stands, its value, what is allowed, one cure."""
 
-    exit_code = 2
+    exit_code: int = EXIT_WRONG_INPUT
 
     def __init__(
         self,
@@ -60,6 +78,12 @@ class ShardingError(UserError):
     """A mesh, a rule or a placement is impossible."""
 
 
+class PolicyError(UserError):
+    """The run was stopped, as the user has asked for: bad numbers, a spike, a silent fault."""
+
+    exit_code = EXIT_POLICY
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit this run."""
 
@@ -93,3 +117,17 @@ def _rebuild(
     also: tuple[UserError, ...],
 ) -> UserError:
     return kind(message, where=where, value=value, allowed=allowed, cure=cure, also=also)
+
+
+class PeerEndError(Exception):
+    """Another process of this run has ended it, and has said why."""
+
+    def __init__(self, exit_code: int, words: str) -> None:
+        """Take over the end.
+
+        Args:
+            exit_code: What this process exits with.
+            words: Why, as the other process has put it.
+        """
+        super().__init__(words)
+        self.exit_code = exit_code

@@ -25,6 +25,7 @@ from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.mesh import make_mesh, mesh_platform
 from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.accumulate import Accumulation
@@ -136,7 +137,7 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     """
     if devices is None:
         prepare_devices(
-            config.run.cpu_devices,
+            config.run.cpu_devices // processes().count,
             deterministic=config.run.deterministic,
             overlap=config.train.overlap,
         )
@@ -184,6 +185,7 @@ def make_program(
         schedule=make_schedule(config.optimizer, config.run.steps),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
+        skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
     )
 
 

@@ -35,20 +35,33 @@ class Optimizer:
         return {**state, "master": master} if self.policy.has_master else state
 
     def update(
-        self, grads: PyTree, state: PyTree, params: PyTree, update: jax.Array
+        self,
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+        update: jax.Array,
+        allowed: jax.Array | bool = True,
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-        """One update.
+        """One update; or none, where the gradient is no finite number.
 
         Args:
             grads: the whole step's gradient, in any dtype, resting like the optimizer's state.
             state: as from `init`.
             params: the parameters, in the compute dtype.
             update: the number of this update, the first being 1.
+            allowed: whether anything may move.
 
         Returns:
-            New parameters, new state, and `grad_norm` and `learning_rate`.
+            New parameters, new state, and `grad_norm`, `learning_rate`, `moved` (whether anything
+            has) and `finite` [leaf] (which leaves of the gradient are all numbers).
         """
-        norm = global_norm(grads)
+        norm, finite = global_norm(grads)
+        moved = jnp.isfinite(norm) & allowed
+
+        def hold(new: jax.Array, old: jax.Array) -> jax.Array:
+            # Chosen and not multiplied: zero times infinity is no number.
+            return jnp.where(moved, new, old)
+
         rate = self.schedule(update)
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         wide = self.policy.master
@@ -59,21 +72,28 @@ class Optimizer:
         # optax itself counts on mixed dtypes being promoted; ours do not.
         with jax.numpy_dtype_promotion("standard"):
             direction, inner = self.transform.update(grads, state["transform"], master)
-        new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, master, direction)
+        # Chosen where the state rests, before parameters spread: nothing more is held or sent.
+        new = jax.tree.map(lambda p, d: hold(p - rate.astype(wide) * d, p), master, direction)
         new = constrain_tree(new, at_rest)
-        state = {"transform": inner}
+        state = {"transform": jax.tree.map(hold, inner, state["transform"])}
         if self.policy.has_master:
             state["master"] = new
         # Cast where it rests, then spread: half the bytes travel.
         params = constrain_tree(cast(new, self.policy.compute), at_rest)
         params = constrain_tree(params, self.placement.params)
-        return params, state, {"grad_norm": norm, "learning_rate": rate}
+        numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
+        return params, state, numbers
 
 
-def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm of all leaves together, each entry counted once on any mesh."""
+def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:
+    """The Euclidean norm of all leaves together, each entry counted once on any mesh.
+
+    Returns:
+        The norm, and for each leaf whether its own is a number.
+    """
 
     def square(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(x.astype(sum_dtype(x.dtype))))
 
-    return jnp.sqrt(sum(square(x) for x in jax.tree.leaves(tree)))
+    squares = [square(x) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares)), jnp.stack([jnp.isfinite(s) for s in squares])

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shardtrain.errors import EXIT_BROKEN, EXIT_DOES_NOT_FIT
 from shardtrain.plan.audit import Audit
 from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.cures import Large, changes, cures, largest
@@ -15,9 +16,6 @@ from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.search import WORTH_SAYING, Candidate, Found, room, slower
 from shardtrain.plan.workload import Workload
-
-EXIT_DOES_NOT_FIT = 4
-EXIT_BROKEN = 5
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ class Program:
     schedule: Schedule
     clip_norm: float
     seed: int
+    skip_limit: int = 0
+    """Batches in a row that may be left out because a number in them is none; see `make_step`."""
 
     # -- shapes and placements
 
@@ -120,7 +122,7 @@ class Program:
         )
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
         no: Any = False
-        return TrainState(step=no, cursor=no, params=params, opt_state=opt_state, key=no)
+        return TrainState(no, no, params=params, opt_state=opt_state, key=no, skipped=no)
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -177,6 +179,7 @@ class Program:
             params=cast(master, self.policy.compute),
             opt_state=self.optimizer.init(master),
             key=jax.random.fold_in(key, 1),
+            skipped=jnp.zeros((), jnp.int32),
         )
 
     def _stacked_at_rest(self, master: PyTree) -> PyTree:
@@ -211,7 +214,7 @@ class Program:
         runner = self.layout.runner
         gradients = runner.gradients(self.parts, self.placement, self.policy.accumulate)
         whole = make_gradient_fn(self.task, gradients, self.placement)
-        return make_step(whole, self.optimizer)
+        return make_step(whole, self.optimizer, self.skip_limit)
 
     @cached_property
     def step(self) -> Any:

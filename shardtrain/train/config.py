@@ -1,11 +1,15 @@
-"""The `[run]`, `[log]` and `[eval]` sections.
+"""The sections of the run itself: `[run]`, `[log]`, `[eval]`, `[guard]`, `[watchdog]`, `[targets]`.
 
 Owns: the keys, their types and their defaults. Does not own: the loop, trackers, evaluation.
 """
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shardtrain.errors import UserError
+from shardtrain.train.chaos_words import parse_chaos
 
 _SECTION = ConfigDict(
     frozen=True,
@@ -35,8 +39,41 @@ class RunSection(BaseModel):
     """Virtual CPU devices when the machine has no accelerator. 0 = what there is."""
     deterministic: bool = False
     """Only kernels that give the same bits every time, slower on a GPU."""
+    time_limit: str = ""
+    """Wall-clock time after which the run saves and ends with 75, as "hours:minutes" such as
+    "3:45"; saving takes a while, so less than the machine is yours for. "" = none."""
+    chaos: str = ""
+    """Faults to cause, to see what happens: "kill@7,raise@9:1,slow@15:0.3" (kind@step:process);
+    docs/operations.md has the kinds. "" = none."""
     allow_changes: bool = False
     """Go on in an existing run although its data, model or schedule has changed."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        if value and re.fullmatch(r"\d+:[0-5]\d(:[0-5]\d)?", value) is None:
+            raise ValueError('must be hours:minutes[:seconds], such as "3:45", or ""')
+        return value
+
+    @field_validator("chaos")
+    @classmethod
+    def _are_faults(cls, value: str) -> str:
+        try:
+            parse_chaos(value, 0)
+        except UserError as error:
+            raise ValueError(f"has {error.value}; allowed: {error.allowed}") from None
+        return value
+
+
+def limit_seconds(text: str) -> float:
+    """The seconds of a `run.time_limit`.
+
+    Example:
+        >>> limit_seconds("3:45")
+        13500.0
+    """
+    hours, minutes, *seconds = map(int, text.split(":"))
+    return 3600.0 * hours + 60.0 * minutes + sum(seconds)
 
 
 class LogConfig(BaseModel):
@@ -61,3 +98,73 @@ class EvalConfig(BaseModel):
     """Batches in one evaluation. 0 = no evaluation."""
     sample_tokens: int = Field(200, ge=0)
     """Tokens of text that the model writes after the last step. 0 = none."""
+
+
+class GuardConfig(BaseModel):
+    """What happens to numbers that are none, to a loss that jumps, and to silent faults."""
+
+    model_config = _SECTION
+
+    bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient that is no finite number: "stop" (exit code 3), "skip" its batch, or
+    "rollback" to an earlier step. Parameters never take it in."""
+    skip_limit: int = Field(10, ge=1)
+    """Batches skipped in a row; one more, and the run stops."""
+    spikes: Literal["ignore", "warn", "stop", "rollback"] = "warn"
+    """A loss that jumps: what to do."""
+    spike_sigmas: float = Field(10.0, gt=0)
+    """A jump is that many standard deviations (from the median deviation) above the median loss."""
+    spike_window: int = Field(128, ge=8)
+    """Losses that the median is taken of."""
+    rollback_steps: int = Field(100, ge=1)
+    """Steps that a rollback goes back at least, to the newest checkpoint before."""
+    rollback_batches: int = Field(200, ge=1)
+    """Batches left out from there on; at least up to the one that it was about."""
+    rollback_limit: int = Field(3, ge=1)
+    """Rollbacks in one run of the command; one more, and it stops."""
+    replicas_every: int = Field(0, ge=0)
+    """Steps between two checks that copies of the state are equal on all devices. 0 = never."""
+    rerun_every: int = Field(0, ge=0)
+    """Steps between two that are computed twice and compared; they hold a second copy of the
+    state. 0 = never."""
+
+
+class WatchdogConfig(BaseModel):
+    """Seconds that a phase may take before the run ends with 124. 0 = learned, or an hour."""
+
+    model_config = _SECTION
+
+    start: int = Field(0, ge=0)
+    """Until compiling begins: devices, data. 0 = an hour."""
+    compile: int = Field(0, ge=0)
+    """Compiling the step. 0 = an hour."""
+    restore: int = Field(0, ge=0)
+    """Reading a checkpoint. 0 = an hour."""
+    step: int = Field(0, ge=0)
+    """One step, its batch included. 0 = 20 times the median so far and at least a minute; half an
+    hour for the first."""
+    eval: int = Field(0, ge=0)
+    """One evaluation. 0 = an hour."""
+    save: int = Field(0, ge=0)
+    """How long a save may hold up the loop, or the end. 0 = an hour."""
+
+
+class TargetsConfig(BaseModel):
+    """What the run must reach; looked at every `log.every` steps."""
+
+    model_config = _SECTION
+
+    action: Literal["warn", "stop"] = "warn"
+    """A target is missed: say so, or save and stop with exit code 3."""
+    tokens_per_second: float = Field(0.0, ge=0)
+    """Lowest throughput. 0 = any."""
+    mfu: float = Field(0.0, ge=0, le=1)
+    """Lowest share of the devices' arithmetic. 0 = any."""
+    loss: float = Field(0.0, ge=0)
+    """Highest mean loss over `log.every` steps at `targets.loss_step`. 0 = any."""
+    loss_step: int = Field(0, ge=0)
+    """The step at which the loss is looked at."""
+    cost: float = Field(0.0, ge=0)
+    """Most that the run may cost, all its attempts together. 0 = any."""
+    device_hour: float = Field(0.0, ge=0)
+    """What one device costs an hour, in the currency of `targets.cost`. 0 = unknown."""

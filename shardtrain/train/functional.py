@@ -86,7 +86,8 @@ class TrainStep:
             batch: the global batch, arrays [batch, ...]; placed if it is not yet.
 
         Returns:
-            The new state, and `loss` and `grad_norm`.
+            The new state, and `loss` and `grad_norm`. Where one of them is no finite number,
+            nothing has moved but `cursor`, and `skipped` counts how often in a row.
 
         Raises:
             ShardingError: the samples do not divide by microbatches x data shards.
@@ -113,6 +114,7 @@ class TrainStep:
             params=cast(master, self.optimizer.policy.compute),
             opt_state=self.optimizer.init(master),
             key=jax.random.key(self.seed),
+            skipped=jnp.zeros((), jnp.int32),
         )
 
     @cached_property
@@ -130,8 +132,8 @@ class TrainStep:
 
         def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             state, metrics, _ = step(state, batch)
-            del metrics["learning_rate"]  # the transformation's own business
-            return state, metrics
+            # The rate is the transformation's own business.
+            return state, {name: metrics[name] for name in ("loss", "grad_norm")}
 
         return jax.jit(
             stepped, donate_argnums=0, out_shardings=(self.shardings, self.placement.whole)

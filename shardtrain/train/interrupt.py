@@ -1,4 +1,4 @@
-"""Ctrl-C and termination: noticed at once, acted on between two steps.
+"""Ctrl-C, termination and a machine's warnings: noticed at once, acted on between two steps.
 
 Owns: who takes the signals, and exit codes. Does not own: saving. A thread reads the interpreter's
 wake-up pipe, because a handler in Python does not run while the main thread compiles. The first
@@ -10,23 +10,40 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, Self
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-"""What the process exits with once it has saved."""
+from shardtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+EXIT_CODES = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_PREEMPTED,
+    signal.SIGUSR1: EXIT_PREEMPTED,
+}
+"""What the process exits with once it has saved. SIGUSR1 is what Slurm warns with."""
 
 
 class Interrupt:
-    """A context in which SIGINT and SIGTERM set `signal` instead of raising."""
+    """A context in which signals set `signal` instead of raising or ending the process."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._read, self._write, self._wakeup_before = -1, -1, -1
         self._before: dict[signal.Signals, object] = {}
         self._thread: threading.Thread | None = None
+        self._tell: Callable[[signal.Signals], None] | None = None
+
+    def tell(self, tell: Callable[[signal.Signals], None]) -> None:
+        """Calls a function once with the first signal, also if that has come already.
+
+        Args:
+            tell: called by the thread that takes signals, or by this call.
+        """
+        self._tell = tell
+        if self.signal is not None:
+            tell(self.signal)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -60,6 +77,8 @@ class Interrupt:
         if self.signal is None:
             self.signal = caught
             _say(f"{caught.name}: the run saves and ends after this step; Ctrl-C ends it at once")
+            if self._tell is not None:
+                self._tell(caught)
         elif caught is signal.SIGINT:
             _say("stopped at once; the last complete checkpoint stands")
             os._exit(EXIT_CODES[caught])
@@ -67,20 +86,21 @@ class Interrupt:
 
 @contextmanager
 def leave_on_termination() -> Iterator[None]:
-    """While there is nothing to save yet, SIGTERM ends the process with its code at once."""
+    """While there is nothing to save yet, SIGTERM and SIGUSR1 end the process with its code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = {n: signal.signal(n, _leave) for n in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    _say("SIGTERM: ended; no training was under way")
-    raise SystemExit(EXIT_CODES[signal.SIGTERM])
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    _say(f"{signal.Signals(number).name}: ended; no training was under way")
+    raise SystemExit(EXIT_PREEMPTED)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

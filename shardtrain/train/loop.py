@@ -6,13 +6,18 @@ are fetched, so that the devices never wait for it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
+from shardtrain.train.agreement import Request
+from shardtrain.train.guard import Update, Verdict
+from shardtrain.train.phases import Phases
 from shardtrain.train.state import TrainState
 
 DeviceBatch = Mapping[str, jax.Array]
@@ -27,7 +32,7 @@ class Observer(Protocol):
         """The numbers of a step."""
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Something that happened: compile, save, restore, eval, sample, stop."""
+        """Something that happened: compile, save, restore, eval, skip, spike, rollback, stop."""
 
     def flush(self) -> None:
         """Puts what was told on the disk: a checkpoint is about to rely on it."""
@@ -73,75 +78,161 @@ class Cadence:
         return step == self.last or (self.eval_every > 0 and step % self.eval_every == 0)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a loop ended."""
+
+    state: TrainState
+    verdict: Verdict | None = None
+    """What made it end, where it was a number."""
+    request: Request | None = None
+    """What made it end, where somebody asked for it."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A batch that is with the devices and of which nothing is known yet."""
+
+    cursor: int
+    waited: float
+    metrics: dict[str, jax.Array]
+
+
+def _same_batch(_update: int, batch: DeviceBatch) -> DeviceBatch:
+    return batch
+
+
 @dataclass
 class Loop:
     """What a loop needs; `run` runs it."""
 
     step: CompiledStep
-    batches: Iterable[tuple[int, DeviceBatch, float]]
-    """(cursor, batch, seconds waited for it)."""
+    batches: Iterator[tuple[int, DeviceBatch, float]]
+    """(cursor, batch, seconds waited for it), without an end."""
     describe: Callable[[int], Values]
     """What a row says about the batch at a cursor."""
     rates: Callable[[float], Values]
     """What a row says about a step that took so many seconds."""
     evaluate: Callable[[TrainState], Values]
-    save: Callable[[int, TrainState], None]
+    save: Callable[[int, TrainState, Values], None]
+    """(updates done, state, what its evaluation gave)."""
     cadence: Cadence
     observer: Observer
+    judge: Callable[[Update, NDArray[np.bool_]], Verdict | None] = lambda _update, _finite: None
+    """Given each batch's numbers, and which leaves of the gradient are numbers."""
+    may_step: Callable[[], Request | None] = lambda: None
+    """Asked before each step: what is to be done before it."""
+    hurry: Callable[[], bool] = lambda: False
+    """Whether to leave out an evaluation, since the process is about to end."""
+    phases: Phases = field(default_factory=Phases)
+    replayed_to: int = 0
+    """The last update that was done before this attempt."""
+    prepare: Callable[[int, DeviceBatch], DeviceBatch] = _same_batch
+    """(number of the update, its batch) -> the batch; called just before it is handed out."""
+    inspect: Callable[[int, TrainState], None] = lambda _update, _state: None
+    """(updates handed out, the state after them), after each; may raise."""
     poll: Callable[[], None] = lambda: None
     """Called in each update, while the devices work."""
-    stop: Callable[[], bool] = lambda: False
-    """Asked between updates: whether to save and end here."""
-    _pending: tuple[int, Values, dict[str, jax.Array]] | None = None
-    _resumed: float = field(default=0.0)
+    _pending: _Pending | None = None
+    _done: int = 0
+    _verdict: Verdict | None = None
+    _resumed: float = 0.0
 
-    def run(self, state: TrainState) -> TrainState:
-        """Runs until the last update or until `stop`; what was done is saved.
+    def run(self, state: TrainState) -> Ending:
+        """Runs until the last update, a request to stop, or a verdict that ends it.
+
+        What was done is saved, but after a verdict.
 
         Args:
             state: where to begin; its step says how many updates are done.
 
         Returns:
-            The state after the last update.
+            The state at the end, and what ended it.
         """
-        done, last = int(state.step), self.cadence.last
+        self._done, last = int(state.step), self.cadence.last
+        saved = self._done
         self._resumed = time.perf_counter()
-        if self.stop():
-            return state
-        for cursor, batch, waited in self.batches:
-            state, metrics = self.step(state, batch)
-            self._report()
-            done += 1
-            self._pending = (done, {**self.describe(cursor), "data_wait": waited}, metrics)
-            self.poll()
-            if self.cadence.eval_due(done) and (done == last or not self.stop()):
-                self._report(partial(self.evaluate, state))
-            stopping = done < last and self.stop()
-            if self.cadence.save_due(done) or stopping:
-                self._report()
-                self.save(done, state)
-                self._resumed = time.perf_counter()
-            if stopping:
+        while self._done < last and self._verdict is None:
+            self.phases.enter("idle", self._done)
+            request = self.may_step()
+            if request is not None:
+                self._settle()
+                if self._verdict is None and self._done > saved:
+                    saved = self._save(state)
+                if self._verdict is not None or request.kind == "stop":
+                    return Ending(state, self._verdict, request)
+                continue
+            state = self._hand_out(state)
+            if self._verdict is not None:
                 break
-        self._report()
+            self.poll()
+            update = self._done + 1
+            self.inspect(update, state)
+            saves = self.cadence.save_due(update)
+            evaluates = self.cadence.eval_due(update) and (update == last or not self.hurry())
+            if not (saves or evaluates):
+                continue
+            values = self._settle(partial(self.evaluate, state) if evaluates else None)
+            if self._verdict is None and saves and self._done == update:
+                saved = self._save(state, values)
+        return Ending(state, self._verdict)
+
+    def _hand_out(self, state: TrainState) -> TrainState:
+        """Gives the devices another batch, and settles the one before while they work on it."""
+        self.phases.enter("data")
+        cursor, batch, waited = next(self.batches)
+        self.phases.enter("host")
+        update = self._done + 1 + (self._pending is not None)
+        batch = self.prepare(update, batch)
+        self.phases.enter("replay" if update <= self.replayed_to else "step")
+        state, metrics = self.step(state, batch)
+        self._settle()
+        self._pending = _Pending(cursor, waited, metrics)
         return state
 
-    def _report(self, evaluate: Callable[[], Values] = dict) -> None:
-        """Waits for the step whose row is pending and hands the row to the observer.
+    def _save(self, state: TrainState, values: Values | None = None) -> int:
+        with self.phases.within("save"):
+            self.save(self._done, state, values or {})
+        self._resumed = time.perf_counter()
+        return self._done
+
+    def _settle(self, evaluate: Callable[[], Values] | None = None) -> Values:
+        """Waits for the batch that is with the devices, and judges and tells its numbers.
 
         Args:
-            evaluate: gives what the row says about the state after that step.
+            evaluate: gives what the row says about the state after that update.
+
+        Returns:
+            What it gave.
         """
         if self._pending is None:
-            return
-        step, values, metrics = self._pending
-        self._pending = None
-        fetched = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            return {}
+        pending, self._pending = self._pending, None
+        metrics = dict(jax.device_get(pending.metrics))
+        moved, finite = bool(metrics.pop("moved")), metrics.pop("finite")
+        fetched = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self._resumed = now - self._resumed, now
-        more = evaluate()
-        times = {"step_time": seconds, **self.rates(seconds)}
-        self.observer.row(step, fetched | more | values | times)
-        if more:
-            self.observer.event("eval", step, more)
+        update = Update(
+            self._done + 1, pending.cursor, fetched["loss"], fetched["grad_norm"], moved
+        )
+        verdict = self.judge(update, finite)
+        if verdict is not None and verdict.action in ("stop", "rollback"):
+            self._verdict = verdict
+            return {}
+        values: Values = {}
+        if moved:
+            self._done += 1
+            if evaluate is not None:
+                with self.phases.within("eval"):
+                    values = evaluate()
+            times = {"data_wait": pending.waited, "step_time": seconds, **self.rates(seconds)}
+            told = self.describe(pending.cursor)
+            self.observer.row(self._done, fetched | values | told | times)
+        if verdict is not None:
+            name = "skip" if verdict.action == "skip" else "spike"
+            self.observer.event(name, self._done, verdict.values() | self.describe(pending.cursor))
+        if values:
+            self.observer.event("eval", self._done, values)
             self._resumed = time.perf_counter()
+        return values

@@ -26,6 +26,7 @@ Kind = Literal["breaks", "free"]
 # What may change between two parts of one run: a key, or a section with all that is in it.
 _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
+    | {"guard", "watchdog", "targets"}
     # Where and how far ahead the same batches are read; that they are the same has its own check.
     | {"data.path", "data.cache", "data.prefetch"}
     | {"model.attention", "model.layer_loop"}  # how the same function is computed
@@ -96,20 +97,24 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
 class RunDirectory:
     """One run directory, held by one process at a time."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, hold: bool = True) -> None:
         """Make the directory if it is not there, and take it.
 
         Args:
             path: The run directory.
+            hold: Whether this process takes it; of several that share a run only process 0 does.
 
         Raises:
             ConfigError: It cannot be made or written, or another process is running in it.
         """
         self.path = Path(path).absolute()
+        self._lock: int | None = None
+        if not hold:
+            return
         try:
             self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _take(self.path / LOCK)
+            self._lock = _take(self.path / LOCK)
         except _HeldError as error:
             raise ConfigError(
                 "another process is running in this directory",
@@ -134,6 +139,11 @@ class RunDirectory:
     def metrics(self) -> Path:
         """The metrics file."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """The timeline of all attempts."""
+        return self.path / "timeline.jsonl"
 
     @property
     def resolved(self) -> Path:

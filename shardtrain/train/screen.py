@@ -30,7 +30,13 @@ class Screen:
     """An observer of the loop that writes to standard error."""
 
     def __init__(
-        self, *, first: int, last: int, every: int, console: Console | None = None
+        self,
+        *,
+        first: int,
+        last: int,
+        every: int,
+        quiet: bool = False,
+        console: Console | None = None,
     ) -> None:
         """Prepares the screen.
 
@@ -38,8 +44,9 @@ class Screen:
             first: updates done at the start.
             last: the update after which the run ends.
             every: updates between two lines.
+            quiet: show nothing, as another process of the run does it.
         """
-        self.console = console or make_console()
+        self.console = console or make_console(quiet=quiet)
         self._first, self._last, self._every = first, last, every
         self._begun = time.perf_counter()
         self._bar = Progress(
@@ -106,6 +113,12 @@ class Screen:
             self.say(f"restored step {step} in {values['seconds']:.1f} s")
         elif name == "save":
             self.say(f"saved step {step} in {values['seconds']:.1f} s")
+        elif name in ("spike", "drift", "target"):
+            self.say(f"{name}: {values['reason']}")
+        elif name == "skip":
+            self.say(f"left a batch out: {values['reason']}")
+        elif name == "rollback":
+            self.say(f"{values['reason']}: back to step {step}, past {values['left_out']} batches")
         elif name == "sample":
             self.say(f"what the model writes now:\n{printable(values['text'])}")
 
@@ -118,6 +131,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def make_console() -> Console:
+def make_console(*, quiet: bool = False) -> Console:
     """Standard error as everything here writes to it: words as they are, no colours of its own."""
-    return Console(stderr=True, highlight=False, emoji=False)
+    return Console(stderr=True, highlight=False, emoji=False, quiet=quiet)

@@ -25,6 +25,8 @@ class TrainState:
     """The transformation's state and, in mixed precision, the master weights."""
     key: jax.Array
     """The run's random key; each step folds its number in."""
+    skipped: jax.Array
+    """Batches in a row whose loss or gradient was no number; nothing but the cursor moved."""
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -45,4 +47,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         params=placement.params,
         opt_state=placement.optimizer_state(shapes.opt_state),
         key=whole,
+        skipped=whole,
     )

@@ -1,9 +1,11 @@
 """The train step: one pure function, with no branch on any feature."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.optim.update import Optimizer
@@ -75,8 +77,12 @@ def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> 
     return whole
 
 
-def make_step(gradients: GradientFn, optimizer: Optimizer) -> Step:
+def make_step(gradients: GradientFn, optimizer: Optimizer, skip_limit: float = math.inf) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
+
+    A batch whose loss or gradient is no finite number moves the cursor and nothing else: not
+    parameters, moments, schedule or step. After more than `skip_limit` of them in a row nothing
+    moves at all, so that the state stays as it was until the loop, one step behind, has noticed.
 
     The gradients are for `verify`; whoever does not return them from its jit does not pay for them.
     """
@@ -84,13 +90,20 @@ def make_step(gradients: GradientFn, optimizer: Optimizer) -> Step:
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
         metrics, grads = gradients(state.params, batch, key)
-        params, opt_state, norms = optimizer.update(
-            grads, state.opt_state, state.params, state.step + 1
+        halted = state.skipped > skip_limit
+        allowed = jnp.isfinite(metrics["loss"]) & ~halted
+        params, opt_state, numbers = optimizer.update(
+            grads, state.opt_state, state.params, state.step + 1, allowed
         )
+        moved, more = numbers["moved"], (~halted).astype(state.skipped.dtype)
         state = state.replace(
-            step=state.step + 1, cursor=state.cursor + 1, params=params, opt_state=opt_state
+            step=state.step + moved.astype(state.step.dtype),
+            cursor=state.cursor + more,
+            params=params,
+            opt_state=opt_state,
+            skipped=jnp.where(moved, 0, state.skipped + more),
         )
-        return state, {**metrics, **norms}, grads
+        return state, {**metrics, **numbers}, grads
 
     return step
 

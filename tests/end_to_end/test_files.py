@@ -18,6 +18,7 @@ def test_what_a_run_leaves_behind(straight: Path) -> None:
         "metrics.jsonl",
         "resolved.toml",
         "tensorboard",
+        "timeline.jsonl",
     ]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["35", "40"]
     again = load_config(folder)

@@ -114,10 +114,12 @@ def _initial(overrides: tuple[tuple[str, Any], ...], vocab_size: int) -> Any:
 
 def state_of(of: Program, params: Any) -> TrainState:
     """The state that begins with these parameters, without compiling the drawing of others."""
-    step, cursor = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # each is donated: two arrays
+    step, cursor, skipped = (
+        jnp.zeros((), jnp.int32) for _ in range(3)
+    )  # each is donated: 3 arrays
     params, optimizer = cast(params, of.policy.compute), of.optimizer.init(params)
     return jax.device_put(
-        TrainState(step, cursor, params, optimizer, jax.random.key(1)), of.shardings
+        TrainState(step, cursor, params, optimizer, jax.random.key(1), skipped), of.shardings
     )
 
 

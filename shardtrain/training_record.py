@@ -1,0 +1,145 @@
+"""What an attempt writes down: metrics, curves, the timeline; in process 0, for all of them.
+
+Owns: opening, going back to a step, what the other processes must know of it. Does not own: the
+files' forms (`shardtrain.train`), and what is told.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from shardtrain.config import RunConfig
+from shardtrain.sharding.processes import Processes
+from shardtrain.train.loop import Observer
+from shardtrain.train.metrics import MetricsFile, read_events, read_rows
+from shardtrain.train.phases import Phases, Timeline, read_timeline
+from shardtrain.train.rundir import RunDirectory
+from shardtrain.train.trackers import Trackers, make_trackers
+
+_PATIENCE = 600.0
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was done before, as all processes must know it."""
+
+    seen: int = 0
+    """The last update that anybody has seen the numbers of."""
+    losses: tuple[float, ...] = ()
+    """Those of the last updates before the one that the run goes on from."""
+    evaluated: bool = True
+    """Whether that one has its evaluation, which an interrupt leaves out."""
+
+
+class Record:
+    """An observer that writes everything down; in processes other than 0 it writes nothing."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, peers: Processes, phases: Phases
+    ) -> None:
+        self._config, self._directory, self._peers = config, directory, peers
+        self._phases = phases
+        self._writes = peers.index == 0
+        self._stack = ExitStack()
+        self._metrics: MetricsFile | None = None
+        self._timeline: Timeline | None = None
+        self._trackers: Trackers | None = None
+        self._earlier = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._trackers is not None:
+            self._trackers.close()
+        self._stack.close()
+
+    def open(self, first: int, devices: int) -> Past:
+        """Opens the files at the update that the run goes on from.
+
+        Args:
+            first: that update; what was written of later ones goes.
+            devices: of the run.
+
+        Returns:
+            The same in every process.
+        """
+        if self._writes:
+            self._earlier = age_of_attempts(read_timeline(self._directory.timeline))
+            self._timeline = Timeline(
+                self._directory.timeline,
+                self._phases,
+                processes=self._peers.count,
+                devices=devices,
+                resumed=first,
+            )
+            self._stack.callback(self._timeline.close)
+            self._phases.told = self._timeline.tick
+            self._metrics = self._stack.enter_context(MetricsFile(self._directory.metrics))
+            past = self._go_back(first)
+            self._peers.set("past", json.dumps(asdict(past)))
+            return past
+        found = json.loads(self._peers.wait("past", _PATIENCE))
+        return Past(**{**found, "losses": tuple(found["losses"])})
+
+    def go_back(self, step: int, seen: int) -> None:
+        """Takes back what was written of updates after a step.
+
+        Args:
+            step: the last that stays.
+            seen: the last update that anybody has seen the numbers of.
+        """
+        if self._writes:
+            self._go_back(step, seen)
+
+    def _go_back(self, step: int, seen: int = 0) -> Past:
+        assert self._metrics is not None
+        seen = max(seen, self._metrics.truncate(step).last_step)
+        path, config = self._directory.metrics, self._config
+        losses = [row["loss"] for row in read_rows(path)][-config.guard.spike_window :]
+        evaluated = any(e["event"] == "eval" and e["step"] == step for e in read_events(path))
+        if self._trackers is not None:
+            self._trackers.close()
+        self._trackers = make_trackers(
+            config.log.trackers,
+            self._directory.path,
+            run_name=config.run.name,
+            config=config.model_dump(),
+            resumed_at=step,
+            replayed_to=seen,
+        )
+        return Past(seen, tuple(loss for loss in losses if loss is not None), evaluated)
+
+    @property
+    def _observers(self) -> tuple[Observer, ...]:
+        return tuple(o for o in (self._metrics, self._trackers) if o is not None)
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the numbers of an update."""
+        for observer in self._observers:
+            observer.row(step, values)
+
+    def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        """Writes something that happened."""
+        for observer in self._observers:
+            observer.event(name, step, values)
+        if self._timeline is not None:
+            told = {k: v for k, v in values.items() if k != "text"}
+            self._timeline.write(name, at=step, **told)
+
+    def flush(self) -> None:
+        """Puts what was told on the disk."""
+        for observer in self._observers:
+            observer.flush()
+
+    def seconds(self) -> float:
+        """How long all attempts have taken together, without the time between them."""
+        return self._earlier + sum(self._phases.seconds().values())
+
+
+def age_of_attempts(lines: list[dict[str, Any]]) -> float:
+    """The seconds of all attempts of a timeline together."""
+    ages = {line["attempt"]: sum(line["seconds"].values()) for line in lines}
+    return float(sum(ages.values()))
