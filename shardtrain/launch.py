@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from shardtrain import launch_k8s, launch_mpi, launch_ray, launch_slurm
 from shardtrain.errors import ConfigError, raise_all
 from shardtrain.launch_job import (
     Job,
@@ -34,11 +35,15 @@ class Engine:
 def _local(job: Job, options: LaunchOptions) -> int:
     count = need_processes(options)
     check_devices(job.config, count)
-    return run_local(job.words(), count, restarts=options.restarts)
+    return run_local(job.words(), count, restarts=max(0, options.restarts))
 
 
 ENGINES: Final = {
     "local": Engine(frozenset({"processes", "restarts"}), _local),
+    "slurm": Engine(launch_slurm.USES, launch_slurm.launch_slurm),
+    "mpi": Engine(launch_mpi.USES, launch_mpi.launch_mpi),
+    "k8s": Engine(launch_k8s.USES, launch_k8s.launch_k8s),
+    "ray": Engine(launch_ray.USES, launch_ray.launch_ray),
 }
 
 

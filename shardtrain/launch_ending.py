@@ -9,6 +9,7 @@ began it.
 """
 
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,8 @@ LOST: Final = 76
 ABORTED: Final = 134
 AGAIN: Final = (LOST, 124)
 """Ends after which the same run may be started again at once: nobody asked it to stop."""
+RESTARTS: Final = 10
+"""How often engines other than the local one start again where nobody says it."""
 AGREED: Final = (3, 75, 130)
 """Ends that all processes come to together, each in its own time: they may have a save to end."""
 SIGNAL_CODES: Final = {
@@ -104,13 +107,12 @@ def one_code(ended: Sequence[Ended]) -> int:
 
 def _own(end: Ended) -> int | None:
     """The code that a process ended with; None when it was killed from outside."""
-    number = -end.code if end.code < 0 else end.code - 128
+    number = -end.code if end.code < 0 else end.code - 128  # as shells and srun say it
     if number == signal.SIGABRT:
         return ABORTED
     if end.code < 0 and number in end.told:
         return SIGNAL_CODES.get(signal.Signals(number), 130)  # Ctrl-C until it was SIGKILL
-    killed = end.code < 0 or number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
-    return None if killed else end.code
+    return None if number in signal.valid_signals() and end.code != 130 else end.code
 
 
 def first_failure(ended: Sequence[Ended]) -> Ended | None:
@@ -142,3 +144,7 @@ def pause(attempt: int) -> float:
         Seconds: 1, 2, 4 and so on to a minute.
     """
     return float(min(60, 2 ** (attempt - 1)))
+
+
+if __name__ == "__main__":  # scripts of engines ask: exit codes in, in the order in which they came
+    print(one_code([Ended(index, int(word)) for index, word in enumerate(sys.argv[1:])]))

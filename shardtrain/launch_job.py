@@ -26,8 +26,9 @@ class LaunchOptions:
     """local (processes on this machine), slurm, mpi, k8s or ray."""
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
     """Processes of the run: of this machine (local), ranks (mpi), pods (k8s), workers (ray)."""
-    restarts: int = 0
-    """local, slurm, k8s, ray: times to start again when a process was lost (76) or hung (124)."""
+    restarts: int = -1
+    """local, slurm, k8s, ray: times to start again when a process was lost (76) or hung (124).
+    -1 = 0 for local, 10 for the others."""
     gpus: int = 0
     """slurm: GPUs of a node; k8s: of a pod; ray: of a worker."""
     out: str = ""
@@ -39,7 +40,7 @@ class LaunchOptions:
     nodes: int = 0
     """slurm: nodes of the job. 0 = 1."""
     tasks: int = 0
-    """slurm: processes on each node. 0 = one for each GPU, or 1."""
+    """slurm: processes on each node, which share its GPUs. 0 = 1."""
     time: str = ""
     """slurm: time limit of each start, as sbatch takes it. "" = the partition's."""
     partition: str = ""
@@ -135,11 +136,14 @@ def count_faults(options: LaunchOptions) -> list[ConfigError]:
     Returns:
         One error for each number below 0.
     """
-    numbers = ("processes", "restarts", "gpus", "nodes", "tasks", "min_processes")
+    numbers = ("processes", "gpus", "nodes", "tasks", "min_processes")
     return [
         ConfigError("must not be negative", where=flag_of(name), value=str(value))
         for name in numbers
         if (value := getattr(options, name)) < 0
+    ] + [
+        ConfigError("must be -1 or more", where="--restarts", value=str(options.restarts))
+        for _ in range(options.restarts < -1)
     ]
 
 

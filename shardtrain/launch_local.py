@@ -38,6 +38,8 @@ TERM_SECONDS: Final = 5.0
 """After that and SIGTERM, how long until SIGKILL."""
 _IMPATIENT: Final = 3
 """So many times Ctrl-C, and everything is killed: the processes may be stopped and not listen."""
+_INSTEAD: Final = {signal.SIGHUP: signal.SIGTERM}
+"""The terminal is gone, and the run should save."""
 _GUARD: Final = "import os; os.read(0, 1); os.killpg(0, 9)"
 
 
@@ -55,7 +57,7 @@ def run_local(words: Sequence[str], count: int, *, restarts: int = 0) -> int:
     with Signals() as signals:
         attempt = 0
         while True:
-            code = _Group(words, _environments(count), signals).run()
+            code = tell(Group(words, _environments(count), signals).run())
             if code not in AGAIN or attempt == restarts or signals.taken:
                 return code
             attempt += 1
@@ -63,6 +65,21 @@ def run_local(words: Sequence[str], count: int, *, restarts: int = 0) -> int:
             say(f"{meaning(code)}; start {attempt} of {restarts} follows in {seconds:.0f} s")
             if signals.wait(seconds):
                 return SIGNAL_CODES[signals.taken[0]]
+
+
+def tell(ended: Sequence[Ended]) -> int:
+    """Say which process began the end of a run.
+
+    Args:
+        ended: How all of them ended.
+
+    Returns:
+        One exit code.
+    """
+    code, first = one_code(ended), first_failure(ended)
+    if first is not None and len(ended) > 1:
+        say(f"process {first.index}: {meaning(first.code)}; the run ends with {code}")
+    return code
 
 
 def say(message: str) -> None:
@@ -206,12 +223,25 @@ class _Stream:
         self._source.close()
 
 
-class _Group:
-    """The processes of one start of the run."""
+class Group:
+    """The processes of one start of the run.
+
+    Args:
+        words: The command line of every process.
+        environments: The environment of each.
+        signals: What has to be passed on to all of them.
+        instead: Signals that are passed on in place of others.
+    """
 
     def __init__(
-        self, words: Sequence[str], environments: Sequence[dict[str, str]], signals: Signals
+        self,
+        words: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        signals: Signals,
+        *,
+        instead: Mapping[signal.Signals, signal.Signals] = _INSTEAD,
     ) -> None:
+        self._instead = instead
         self._signals = signals
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
@@ -251,8 +281,8 @@ class _Group:
             self._selector.register(stream, selectors.EVENT_READ)
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, index)
 
-    def run(self) -> int:
-        """Wait for all of them, and end them where that is needed; returns one exit code."""
+    def run(self) -> list[Ended]:
+        """Wait for all of them, and end them where that is needed; returns how they ended."""
         try:
             while self._running:
                 left = max(0.0, self._deadline - time.monotonic())
@@ -263,11 +293,7 @@ class _Group:
                     self._force()
         finally:
             self._close()
-        code = one_code(self._ended)
-        first = first_failure(self._ended)
-        if first is not None and len(self._ended) > 1:
-            say(f"process {first.index}: {meaning(first.code)}; the run ends with {code}")
-        return code
+        return self._ended
 
     def _take(self, key: selectors.SelectorKey) -> None:
         if isinstance(key.fileobj, _Stream):
@@ -283,10 +309,9 @@ class _Group:
             self._end(key.data)
 
     def _forward(self, number: signal.Signals) -> None:
-        if number is signal.SIGHUP:  # the terminal is gone, and the run should save
-            number = signal.SIGTERM
+        number = self._instead.get(number, number)
         self._told.append(number)
-        if self._told.count(signal.SIGINT) >= _IMPATIENT:
+        if self._signals.taken.count(signal.SIGINT) >= _IMPATIENT:
             number = signal.SIGKILL
             self._told.append(number)
         for process in self._running.values():

@@ -86,7 +86,9 @@ def _watched(config: RunConfig, peers: Processes, phases: Phases, limits: Limits
             watchdog.tell(EXIT_PREEMPTED, f"process {peers.index} was told to end")
             raise
         except jax.errors.JaxRuntimeError as error:
-            _raise_theirs(watchdog, peers, LOST_AFTER + 5)  # a collective fails where a peer is gone
+            _raise_theirs(
+                watchdog, peers, LOST_AFTER + 5
+            )  # a collective fails where a peer is gone
             watchdog.tell(EXIT_PEER_LOST, f"process {peers.index} failed: {error}")
             raise
         except Exception as error:

@@ -33,6 +33,7 @@ LISTEN = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         ([-9, 76, 76], 76, 0),
         ([76, -9, -6], 76, 1),
         ([76, 137, 76], 76, 1),
+        ([137, 143], 76, 0),
         ([-11, 76], 76, 0),
         ([124, 70], 124, 0),
         ([75, 70], 70, 1),
@@ -102,7 +103,7 @@ def test_flags_of_train_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("-n", "3"), "run.cpu_devices=8: .*equally to 3 processes\n  allowed: .* 6 or 9\n  to do"),
         (("-n", "2", "--image", "x"), "--image: the engine local has no use for it\n  value: x"),
         (("-n", "2", "--mesh.tensor", "3"), "is not divisible by 3; use 1, 2 or 4"),
-        (("-n", "2", "--run.step", "3"), "did you mean run.steps?"),
+        (("-n", "2", "--run.stepz", "3"), "did you mean run.steps?"),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
