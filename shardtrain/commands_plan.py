@@ -18,8 +18,9 @@ from shardtrain.commands_plan_text import (
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
 from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError
 from shardtrain.plan.answer import Plan, Point, Program
+from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
-from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.compiling import DoesNotFitError, Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
 from shardtrain.plan.layout import all_divisors
@@ -187,14 +188,21 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         seconds: time limit.
 
     Raises:
+        DoesNotFitError: the compiler says so itself, as that for TPUs does.
         UserError: the compiler is missing, does not know the chip, or fails.
     """
     cluster = plan.cluster
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
     job = Job(lower_step, (config, plan.workload.vocab_size))
-    compiled = compile_for(target, {"step": job}, seconds=seconds, overlap=config.train.overlap)[
-        "step"
-    ]
+    try:
+        compiled = compile_for(
+            target, {"step": job}, seconds=seconds, overlap=config.train.overlap
+        )["step"]
+    except DoesNotFitError as fault:
+        fault.cure = "one of these changes\n" + memory_help(replace(plan, tight=True))
+        raise
+    if target.is_tpu:
+        return Program(compiled, None)
     mesh = abstract_mesh(plan.own.layout.degrees, plan.workload.platform)
     expected = expect(
         make_program(config, vocab_size=plan.workload.vocab_size, mesh=mesh),
@@ -333,6 +341,10 @@ def _point(plan: Plan, key: str, value: int) -> Point:
 
 def run_plan(options: PlanOptions, config: RunConfig) -> int:
     """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
+    if options.keep and not (options.compile or options.audit):
+        raise ConfigError(
+            "there is no program to keep", where=f"keep={options.keep}", cure="add --compile"
+        )
     chips = read_chips(options.chips) if options.chips else CHIPS
     plan = make_plan(
         config,
@@ -343,6 +355,13 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         keep=options.top,
         price=options.price or None,
     )
+    if options.audit and plan.workload.platform != "gpu":
+        raise ConfigError(
+            "promises are read in programs for GPUs alone",
+            where="audit",
+            value=options.target,
+            cure="use --compile, which says what the program takes",
+        )
     if options.objective == "cost" and plan.price is None:
         raise ConfigError("is not known", where="price", cure="give one with --price")
     if options.compile or options.audit:
@@ -361,7 +380,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     if options.picture:
         save(plan, options.picture)
     if options.keep and plan.program:
-        keep_program(plan.program, options.keep)
+        write_artifacts(plan, plan.program, options.keep)
     if options.json:
         explained = [{**plan.candidate_json(c), "why": plan.why(c)} for c in others]
         told = [_point_json(plan, point) for point in points]
@@ -386,19 +405,6 @@ def _write(plan: Plan, config: RunConfig, out: str) -> None:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", where=f"out={out}") from error
-
-
-def keep_program(program: Program, folder: str) -> None:
-    """Writes the program's text and figures into a folder, for a diff with a later one."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "step.hlo").write_text(program.compiled.text, encoding="utf-8")
-        figures = json.dumps(
-            {"bytes_per_device": program.bytes_per_device, **program.audit.as_json()}, indent=1
-        )
-        (Path(folder) / "figures.json").write_text(figures + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=f"keep={folder}") from error
 
 
 def _point_json(plan: Plan, point: Point) -> dict[str, Any]:

@@ -104,9 +104,13 @@ def _show_program(plan: Plan, program: Program, console: Console) -> None:
     console.print(table)
     ratio = plan.own.memory.total / program.bytes_per_device["total"]
     found = program.audit
+    told = f"planned / compiled: {ratio:.3f}; {program.compiled.seconds:.0f} s to compile"
+    if found is None:
+        console.print(f"{told}\n")
+        return
     console.print(
-        f"planned / compiled: {ratio:.3f}; {program.compiled.seconds:.0f} s to compile; products "
-        f"{found.flops:.3g} FLOPs a device, {found.recomputed:+.0%} of what the layout's are\n"
+        f"{told}; products {found.flops:.3g} FLOPs a device, {found.recomputed:+.0%} of what the "
+        "layout's are\n"
     )
     moved = Table(
         "collectives", "axes", "dtypes", "times", "GiB sent", "domain", "beside products", box=None

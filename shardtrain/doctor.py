@@ -21,6 +21,7 @@ from rich.table import Table
 from shardtrain import __version__
 from shardtrain.data.cache import cache_folder
 from shardtrain.plan.targets import missing_parts
+from shardtrain.plan.targets_tpu import missing_tpu_parts
 from shardtrain.sharding.devices import accelerators, prepare_devices
 from shardtrain.train.machine import allocator, warnings
 from shardtrain.train.screen import human_bytes
@@ -36,6 +37,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "hf": ("tokenizers",),
     "parquet": ("pyarrow",),
     "plan": ("jax-cuda13-plugin", "nvidia-cuda-nvcc"),
+    "plan-tpu": ("libtpu",),
     "fp8": ("qwix",),
     "plots": ("matplotlib",),
     "notebooks": ("ipykernel", "nbclient", "nbformat", "matplotlib"),
@@ -62,7 +64,10 @@ def examine() -> dict[str, Section]:
         "machine": _machine(),
         "folders": _folders(),
         "extras": {name: _missing(packages) for name, packages in EXTRAS.items()},
-        "plan": {"compiler for absent GPUs": missing_parts()},
+        "plan": {
+            "compiler for absent GPUs": missing_parts(),
+            "compiler for absent TPUs": missing_tpu_parts(),
+        },
     }
 
 

@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 
 from shardtrain.checkpoint.arrays import Writer, tree_bytes
 from shardtrain.checkpoint.checkpointer import Checkpointer
+from shardtrain.checkpoint.retention import Retention
 from shardtrain.config import to_toml
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run
+from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -46,7 +48,7 @@ from shardtrain.train.metrics import plain
 from shardtrain.train.pace import Pace, Targets
 from shardtrain.train.phases import Phases
 from shardtrain.train.rundir import Change, RunDirectory, changes, check_changes
-from shardtrain.train.screen import Screen, human_bytes
+from shardtrain.train.screen import Screen, human_bytes, make_console
 from shardtrain.train.state import TrainState
 from shardtrain.train.watchdog import Limits
 from shardtrain.training_record import Past, Record
@@ -69,12 +71,17 @@ class Attempt:
         limits: Limits,
     ) -> None:
         config = run.config
+        require_auditable(config, run.mesh)
         self.run, self.directory = run, directory
         self.peers, self.phases, self.limits = peers, phases, limits
         self.chaos = self._chaos()
         writer = _FaultyWriter(self.chaos) if "diskfull" in config.run.chaos else None
+        part = config.checkpoint
         self.checkpoints = Checkpointer(
-            directory.checkpoints, config.checkpoint.keep, writer=writer
+            directory.checkpoints,
+            retention=Retention(part.keep, part.keep_every, part.keep_hours, part.keep_best),
+            peers=peers,
+            writer=writer,
         )
         self.cadence = Cadence(
             config.run.stop_at or config.run.steps, config.checkpoint.every, config.eval.every
@@ -107,7 +114,7 @@ class Attempt:
 
     def _resumable(self) -> int | None:
         """The step to go on from; refuses a folder that holds another run."""
-        latest = self.checkpoints.latest()
+        latest = self.checkpoints.newest_good(self._say)
         if latest is None:
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
@@ -117,6 +124,10 @@ class Attempt:
         allow = self.run.config.run.allow_changes
         check_changes(found, allow=allow, where=str(self.directory.path))
         return latest
+
+    def _say(self, words: str) -> None:
+        if self.peers.index == 0:
+            make_console().print(words, markup=False, soft_wrap=True)
 
     def _introduction(self, resume: int | None) -> tuple[str, list[tuple[str, str]]]:
         """What runs where, as a title and rows."""
@@ -203,6 +214,8 @@ class Attempt:
             left = limit_seconds(config.run.time_limit) - (time.monotonic() - self.phases.begun)
             request = Request("stop", EXIT_PREEMPTED, "run.time_limit")
             timers.append(threading.Timer(max(0.0, left), self.agreement.ask, (request,)))
+        if self.peers.index == 0 and config.checkpoint.every_minutes:
+            timers.append(_Every(60 * config.checkpoint.every_minutes, self._ask_to_save))
         for timer in timers:
             timer.daemon = True
             timer.start()
@@ -211,6 +224,9 @@ class Attempt:
         finally:
             for timer in timers:
                 timer.cancel()
+
+    def _ask_to_save(self) -> None:
+        self.agreement.ask(Request("save"))
 
     def _compile(self, observer: Observer, first: int) -> CompiledStep:
         run = self.run
@@ -222,6 +238,8 @@ class Attempt:
         seconds = time.perf_counter() - begun
         self.phases.enter("start")
         observer.event("compile", first, {"seconds": seconds, **_device_bytes(step)})
+        if run.config.train.audit:
+            self.screen.say(check_step(run.config, run.program, run.info.vocab_size, step))
         every = run.config.guard.rerun_every
         return Rerun(step, every) if every else step
 
@@ -243,7 +261,9 @@ class Attempt:
 
     def _restore(self, step: int) -> TrainState:
         program = self.run.program
-        saved: TrainState = self.checkpoints.restore(step, program.abstract_saved)
+        saved: TrainState = self.checkpoints.restore(
+            step, program.abstract_saved, missing={"skipped": 0}
+        )
         return program.from_saved(saved)
 
     def _loop(
@@ -275,9 +295,11 @@ class Attempt:
             mfu = utilisation(flops / seconds, devices, config.train.precision)
             return {"tokens_per_second": tokens / seconds, "mfu": mfu}
 
-        def prepare(update: int, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        def prepare(
+            update: int, cursor: int, batch: Mapping[str, jax.Array]
+        ) -> Mapping[str, jax.Array]:
             chaos.before(update, step_time)
-            return chaos.batch(update, batch)
+            return chaos.batch(cursor + 1, batch)
 
         def inspect(update: int, state: TrainState) -> None:
             if config.guard.replicas_every and update % config.guard.replicas_every == 0:
@@ -298,7 +320,7 @@ class Attempt:
                 describe=describe,
                 rates=rates,
                 evaluate=run.evaluate,
-                save=lambda step, state, _values: self._save(step, state, observer),
+                save=lambda step, state, values: self._save(step, state, values, observer),
                 cadence=self.cadence,
                 observer=observer,
                 judge=lambda update, finite: self._judge(guard, update, finite),
@@ -330,11 +352,14 @@ class Attempt:
             say=lambda words: print(words, file=sys.stderr, flush=True),
         )
 
-    def _save(self, step: int, state: TrainState, observer: Observer) -> None:
+    def _save(
+        self, step: int, state: TrainState, values: Mapping[str, Any], observer: Observer
+    ) -> None:
         """Begins to save; what was told of the steps before is on the disk first."""
         observer.flush()
         metadata = {"config": self.run.config.model_dump(), "tokens": self.run.info.digest}
-        self.checkpoints.save(step, self.run.program.to_saved(state), metadata)
+        saved, metric = self.run.program.to_saved(state), values.get("val_loss")
+        self.checkpoints.save(step, saved, metadata, metric=metric)
 
     def _tell_saved(self, observer: Observer) -> None:
         """Tells which saves are complete; raises when one has failed."""
@@ -465,6 +490,15 @@ class _FaultyWriter(Writer):
         """Wait until everything is written."""
         super().finish()
         self._chaos.disk()
+
+
+class _Every(threading.Timer):
+    """A timer that goes on."""
+
+    def run(self) -> None:
+        """Calls the function again and again until it is cancelled."""
+        while not self.finished.wait(self.interval):
+            self.function()
 
 
 def _like(leaf: jax.Array, value: int) -> jax.Array:

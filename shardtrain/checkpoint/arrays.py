@@ -11,22 +11,27 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from numpy.typing import NDArray
 
 from shardtrain.checkpoint.folder import LeafRecord
 from shardtrain.errors import CheckpointError
+from shardtrain.ops.digest import host_digest, pieces
 
 PyTree = Any
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 _SHOWN = 8  # differences named in one refusal
 _TIMEOUT_SECONDS = 24 * 3600  # a slow disk is not an error; a stuck one is the watchdog's affair
+
+
+Digests = Mapping[str, Callable[[], NDArray[np.uint32]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,14 @@ class Leaves:
             Records by name.
         """
         return {name: _record(leaf) for name, leaf in self.by_name.items()}
+
+    def digests(self) -> "Digests":
+        """Begin to compute what this process's pieces add to the digest of every leaf.
+
+        Returns:
+            By name, a function that waits for uint32 [2].
+        """
+        return {name: _digest(leaf) for name, leaf in self.by_name.items()}
 
     def num_bytes(self) -> int:
         """Add up the bytes of the leaves.
@@ -80,6 +93,18 @@ def flatten(tree: PyTree) -> Leaves:
         assert name.count("/") == len(parts) - 1, f"a key of {name} has a slash"
         by_name[name], paths[name] = leaf, parts
     return Leaves(by_name, paths, treedef)
+
+
+def _digest(leaf: Leaf) -> Callable[[], NDArray[np.uint32]]:
+    nothing = np.zeros(2, np.uint32)
+    if not _num_bytes(leaf):
+        return lambda: nothing
+    if isinstance(leaf, jax.Array):
+        return pieces(leaf).total
+    assert isinstance(leaf, np.ndarray)
+    # Every process has it whole; process 0's counts.
+    found = host_digest(leaf) if jax.process_index() == 0 else nothing
+    return lambda: found
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -180,12 +205,13 @@ class Writer:
         self._orbax.close()
 
 
-def read(path: Path, wanted: Leaves) -> PyTree:
+def read(path: Path, wanted: Leaves, values: Mapping[str, int] | None = None) -> PyTree:
     """Read leaves straight to where they belong.
 
     Args:
         path: The folder that `Writer` wrote.
         wanted: Abstract leaves; without a sharding a leaf comes back as a NumPy array.
+        values: What leaves are filled with that are not in the folder.
 
     Returns:
         The tree of `wanted`.
@@ -193,10 +219,11 @@ def read(path: Path, wanted: Leaves) -> PyTree:
     Raises:
         ValueError: The files are damaged.
     """
+    values = values or {}
     item: dict[str, Any] = {}
     how: dict[str, Any] = {}
     for name, leaf in wanted.by_name.items():
-        if _num_bytes(leaf):
+        if _num_bytes(leaf) and name not in values:
             _insert(item, wanted.paths[name], 0)
             _insert(how, wanted.paths[name], _restore_args(leaf))
     if item:
@@ -205,11 +232,13 @@ def read(path: Path, wanted: Leaves) -> PyTree:
             item = reader.restore(
                 path, args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
             )
-    values = [
-        _value(_lookup(item, wanted.paths[name]) if _num_bytes(leaf) else None, leaf)
+    found = [
+        _filled(leaf, values.get(name, 0))
+        if name in values or not _num_bytes(leaf)
+        else _value(_lookup(item, wanted.paths[name]), leaf)
         for name, leaf in wanted.by_name.items()
     ]
-    return jax.tree.unflatten(wanted.treedef, values)
+    return jax.tree.unflatten(wanted.treedef, found)
 
 
 def nested(records: Mapping[str, LeafRecord]) -> Leaves:
@@ -281,12 +310,17 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
 
 def _value(stored: Any, leaf: Leaf) -> Any:
     sharding = None if isinstance(leaf, np.ndarray) else leaf.sharding
-    if stored is None:
-        empty = np.zeros(leaf.shape, leaf.dtype)
-        return empty if sharding is None else jax.device_put(empty, sharding)
     if _is_key(leaf) and sharding is not None:
         return jax.random.wrap_key_data(stored, impl=_key_impl(leaf))
     return stored
+
+
+def _filled(leaf: Leaf, value: int) -> Any:
+    """A leaf that is not stored."""
+    whole = np.full(leaf.shape, value, leaf.dtype)
+    if isinstance(leaf, np.ndarray) or leaf.sharding is None:
+        return whole
+    return jax.make_array_from_callback(whole.shape, leaf.sharding, lambda index: whole[index])
 
 
 def _insert(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

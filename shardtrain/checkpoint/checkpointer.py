@@ -1,28 +1,40 @@
 """Saves and restores the state of a run: asynchronous, complete or absent, on any mesh.
 
-Owns: the order of a save (copy, write in the background, commit, retire older steps), when its
-errors surface, what is refused before. Does not own: file names and the commit (`folder`), arrays
-and Orbax (`arrays`), when to save (the loop), the lock on the run directory.
+Owns: the order of a save (copy, write in the background, read back, commit, retire older steps),
+when its errors surface, what is refused before, what becomes of damaged steps. Does not own: file
+names, the manifest and the commit (`folder`), arrays and Orbax (`arrays`), which steps stay
+(`retention`), when to save (the loop), the lock on the run directory. Of several processes each
+writes its own part and process 0 does all that concerns folders; an error in one is one in all.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import json
+import math
 import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
+
 from shardtrain.checkpoint import arrays, folder
+from shardtrain.checkpoint.retention import Retention, Step
 from shardtrain.errors import CheckpointError
+from shardtrain.ops.digest import text
+from shardtrain.sharding.processes import Alone, Processes
 
 PyTree = Any
 
 _PACKAGES = ("shardtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _SLACK_BYTES = 1 << 20  # names, records and block sizes
+_SHOWN = 8  # lines of one message
+_PATIENCE = 24 * 3600.0  # a slow disk is not an error; a stuck one is the watchdog's affair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +67,30 @@ class Checkpointer:
     shuts down cannot start the threads that it needs.
     """
 
-    def __init__(self, directory: str | Path, keep: int, *, writer: Writer | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int = 2,
+        *,
+        retention: Retention | None = None,
+        peers: Processes | None = None,
+        writer: Writer | None = None,
+    ) -> None:
         """Look at a folder; nothing is written or deleted before the first save.
 
         Args:
-            directory: The folder of the steps; made by the first save.
-            keep: Complete steps that stay, the newest ones.
+            directory: The folder of the steps, which all processes see; made by the first save.
+            keep: Complete steps that stay, the newest ones, and two at least.
+            retention: Which steps stay, in place of `keep`.
+            peers: The processes of the run; each makes the same calls. None = this one alone.
             writer: What writes the arrays. None = Orbax.
         """
         assert keep >= 1, "keep=0 would delete what was just saved"
         self.directory = Path(directory).absolute()
-        self._keep = keep
+        self._retention = retention or Retention(keep)
+        self._peers = peers or Alone()
         self._writer = writer
+        self._rounds = 0
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._saved: list[Saved] = []
@@ -149,10 +173,107 @@ class Checkpointer:
             ) from error
         return found
 
+    # -- what several processes do together
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process makes, renames and deletes folders."""
+        return self._peers.index == 0
+
+    def _round(self, what: str) -> str:
+        """A name for something that all processes do once, in the same order."""
+        self._rounds += 1
+        return f"checkpoint {what} {self._rounds}"
+
+    def _together(self, name: str, mine: object) -> list[Any]:
+        """What every process says, by process; all wait for all."""
+        if self._peers.count == 1:
+            return [json.loads(json.dumps(mine))]
+        self._peers.set(f"{name}/{self._peers.index}", json.dumps(mine))
+        self._peers.barrier(f"{name} told", _PATIENCE)
+        told = self._peers.under(name)
+        return [json.loads(told[str(index)]) for index in range(self._peers.count)]
+
+    def _agreed(self, name: str, error: Exception | None) -> None:
+        """Raises in all processes where one has failed."""
+        told = self._together(name, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for index, words in enumerate(told):
+            if words is not None:
+                raise OSError(f"process {index}: {words}")
+
+    # -- damage
+
+    def newest_good(self, say: Callable[[str], None] = print) -> int | None:
+        """Find the newest step whose files are all as they were written; set others aside.
+
+        Args:
+            say: Told of every damaged step, what is wrong with it and where it is now.
+
+        Returns:
+            The step; None where no step was ever complete.
+
+        Raises:
+            CheckpointError: There were steps, and none of them is good; or one cannot be renamed.
+        """
+        damaged = []
+        for step in reversed(self.steps()):
+            found = self.faults(step)
+            if not found:
+                return step
+            where = self.directory / str(step)
+            if self._leads:
+                where = self._set_aside(step)
+            if self._peers.count > 1:
+                self._peers.barrier(self._round("set aside"), _PATIENCE)
+            damaged.append(step)
+            more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+            lines = [f"step {step} is damaged and not used; it is now {where.name}:"]
+            say("\n  ".join([*lines, *found[:_SHOWN], *more]))
+        if damaged:
+            raise CheckpointError(
+                "every checkpoint of this run is damaged",
+                where=str(self.directory),
+                value=", ".join(map(str, damaged)),
+                cure="repair one and bring it back with `shardtrain checkpoints RUN adopt FOLDER`, "
+                "or take another run.dir to begin anew",
+            )
+        return None
+
+    def faults(self, step: int) -> list[str]:
+        """Look for damage to a step; each process reads a part of the files.
+
+        Args:
+            step: A complete step.
+
+        Returns:
+            What is wrong, a line for each file; the same in every process.
+        """
+        share = slice(self._peers.index, None, self._peers.count)
+        try:
+            record = folder.read_record(self.directory, step)
+            mine = folder.faults(self.directory / str(step), record, share=share)
+        except CheckpointError as error:
+            mine = [f"{folder.RECORD}: {error.value or error.message}"]
+        told = self._together(self._round("faults"), mine)
+        return sorted({line for lines in told for line in lines})
+
+    def _set_aside(self, step: int) -> Path:
+        try:
+            return folder.set_aside(self.directory, step)
+        except OSError as error:
+            raise CheckpointError(
+                f"step {step} is damaged and cannot be set aside",
+                where=str(self.directory),
+                value=str(error),
+                cure="move it away by hand",
+            ) from error
+
     # -- saving
 
     def preflight(self, num_bytes: int) -> None:
-        """Refuse when the disk cannot hold `keep` checkpoints and the one being written.
+        """Refuse when the disk cannot hold the checkpoints that stay and the one being written.
 
         Args:
             num_bytes: Size of one checkpoint (`arrays.tree_bytes` of the state).
@@ -162,25 +283,34 @@ class Checkpointer:
         """
         there = sum(folder.folder_bytes(self.directory / str(step)) for step in self.steps())
         free = folder.free_bytes(self.directory)
-        needed = (self._keep + 1) * (num_bytes + _SLACK_BYTES) - there
+        count = self._retention.count + 1
+        needed = count * (num_bytes + _SLACK_BYTES) - there
         if needed > free:
             raise CheckpointError(
                 "the disk is too small for the checkpoints of this run",
                 where=str(self.directory),
-                value=f"{_size(free)} free; {_size(needed)} needed: {self._keep + 1} checkpoints "
+                value=f"{_size(free)} free; {_size(needed)} needed: {count} checkpoints "
                 f"of {_size(num_bytes)}, of which {_size(there)} are there",
                 cure="free some space, lower checkpoint.keep, or put run.dir on another disk",
             )
 
-    def save(self, step: int, state: PyTree, metadata: Mapping[str, object]) -> None:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        metadata: Mapping[str, object],
+        *,
+        metric: float | None = None,
+    ) -> None:
         """Save a state; return as soon as a copy of it is safe from what the loop does next.
 
-        Waits for the save before, if that is still under way.
+        Waits for the save before, if that is still under way. All processes call it.
 
         Args:
             step: The number of updates done.
             state: Nested containers of arrays; random keys may be among them.
             metadata: Whatever JSON can hold: the config, the cursor.
+            metric: The validation loss of the step, where there is one.
 
         Raises:
             CheckpointError: The step is there already, the save before has failed, or this one
@@ -190,6 +320,7 @@ class Checkpointer:
         begun = time.perf_counter()
         final = self.directory / str(step)
         temporary = self.directory / f"{step}{folder.TEMPORARY}"
+        name, error = self._round(f"save {step}"), None
         if final.exists():
             raise CheckpointError(
                 f"step {step} is there already",
@@ -197,50 +328,134 @@ class Checkpointer:
                 cure="move it away, or use another run directory",
             )
         leaves = arrays.flatten(state)
-        record = _make_record(step, leaves, metadata)
+        record = _make_record(step, leaves, metadata, metric)
         try:
-            folder.remove(temporary)
-            temporary.mkdir(parents=True)
+            if self._leads:
+                folder.remove(temporary)
+                temporary.mkdir(parents=True)
+        except OSError as failed:
+            error = failed
+        try:
+            self._agreed(f"{name} begun", error)
+            digests = leaves.digests()
             self._writer = self._writer or arrays.Writer()
             self._writer.start(temporary / folder.STATE, leaves)
         except Exception as error:
-            folder.remove(temporary)
+            if self._leads:
+                folder.remove(temporary)
             raise self._failed(step, error) from error
         blocked = time.perf_counter() - begun
         self._thread = threading.Thread(
             target=self._commit,
-            args=(temporary, final, record, begun, blocked),
+            args=(name, temporary, final, record, digests, begun, blocked),
             name=f"save-{step}",
         )
         self._thread.start()
 
     def _commit(
-        self, temporary: Path, final: Path, record: folder.StepRecord, begun: float, blocked: float
+        self,
+        name: str,
+        temporary: Path,
+        final: Path,
+        record: folder.StepRecord,
+        digests: arrays.Digests,
+        begun: float,
+        blocked: float,
     ) -> None:
-        assert self._writer is not None
         try:
-            self._writer.finish()
-            folder.commit(temporary, final, record)
+            record = self._written(name, temporary, record, digests)
+            failed: Exception | None = None
+            try:
+                if self._leads:
+                    folder.commit(temporary, final, record)
+            except OSError as error:
+                failed = error
+            self._agreed(f"{name} committed", failed)
         except Exception as error:
             self._error = self._failed(record.step, error)
             self._error.__cause__ = error
             if not threading.main_thread().is_alive():
                 print(self._error, file=sys.stderr)  # nobody is left to raise it to
-            try:
-                folder.remove(temporary)
-            except OSError:
-                return  # stays a leftover, which the next run reports
+            with contextlib.suppress(OSError):  # stays a leftover, which the next run reports
+                if self._leads:
+                    folder.remove(temporary)
             return
         total = time.perf_counter() - begun
         self._saved.append(Saved(record.step, record.num_bytes, blocked, total))
         try:
-            folder.retire(self.directory, self._keep)
+            if self._leads:
+                self._retire()
         except OSError as error:
             self._error = CheckpointError(
                 f"step {record.step} is saved, but an older one cannot be deleted",
                 where=str(self.directory),
                 value=str(error),
             )
+
+    def _written(
+        self, name: str, temporary: Path, record: folder.StepRecord, digests: arrays.Digests
+    ) -> folder.StepRecord:
+        """Waits until all processes have written their parts; the record with its manifest."""
+        assert self._writer is not None
+        error: Exception | None = None
+        try:
+            self._writer.finish()
+        except Exception as failed:
+            error = failed
+        self._agreed(f"{name} written", error)
+        files: dict[str, folder.FileRecord] = {}
+        try:
+            names = folder.file_names(temporary)[self._peers.index :: self._peers.count]
+            files = folder.hash_files(temporary, names)
+        except OSError as failed:
+            error = failed
+        self._agreed(f"{name} read back", error)
+        mine = {file: dataclasses.astuple(found) for file, found in files.items()}
+        told = self._together(f"{name} files", mine)
+        everything = {n: folder.FileRecord(*found) for part in told for n, found in part.items()}
+        whole = self._whole(f"{name} leaves", digests)
+        leaves = {
+            leaf: dataclasses.replace(found, digest=whole[leaf])
+            for leaf, found in record.leaves.items()
+        }
+        return dataclasses.replace(record, leaves=leaves, files=dict(sorted(everything.items())))
+
+    def _whole(self, name: str, digests: arrays.Digests) -> dict[str, str]:
+        """The digests of whole leaves, of what each process's pieces add to them."""
+        mine = {leaf: found().tolist() for leaf, found in digests.items()}
+        told = self._together(name, mine)
+        return {
+            leaf: text(np.sum([part[leaf] for part in told], axis=0, dtype=np.uint32))
+            for leaf in mine
+        }
+
+    def _retire(self) -> None:
+        """Deletes what need not stay; a step whose files have other sizes does not count."""
+        steps = []
+        for number in self.steps():
+            try:
+                record = folder.read_record(self.directory, number)
+            except CheckpointError:
+                continue  # stays as it is, and is found at the next restore
+            if not folder.faults(self.directory / str(number), record, sizes_only=True):
+                steps.append(Step(number, record.time, record.metric))
+        kept = self._retention.kept(steps)
+        folder.remove_steps(self.directory, [s.number for s in steps if s.number not in kept])
+
+    def drop_after(self, step: int) -> list[int]:
+        """Delete the steps after one, which a run that went back will do again.
+
+        Args:
+            step: The newest that stays.
+
+        Returns:
+            The steps that went.
+
+        Raises:
+            OSError: One could not be deleted.
+        """
+        self.wait()
+        return folder.remove_steps(self.directory, [s for s in self.steps() if s > step])
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest()
@@ -303,7 +518,14 @@ class Checkpointer:
 
     # -- restoring
 
-    def restore(self, step: int, abstract: PyTree, *, subset: bool = False) -> PyTree:
+    def restore(
+        self,
+        step: int,
+        abstract: PyTree,
+        *,
+        subset: bool = False,
+        missing: Mapping[str, int] | None = None,
+    ) -> PyTree:
         """Read a step straight into a placement, on any mesh.
 
         Args:
@@ -312,19 +534,38 @@ class Checkpointer:
                 says; one without a sharding comes back as a NumPy array (a random key as its
                 bits).
             subset: Whether the step may hold more than `abstract` asks for.
+            missing: Values of leaves that steps of older versions do not have, by name.
 
         Returns:
             The tree of `abstract`, with bits as they were saved.
 
         Raises:
-            CheckpointError: There is no such step, it cannot be read, or names, shapes or dtypes
-                differ from what was saved.
+            CheckpointError: There is no such step, it cannot be read, names, shapes or dtypes
+                differ from what was saved, or what was read is not what was saved.
         """
         record = self.record(step)
         wanted = arrays.flatten(abstract)
         where = str(self.directory / str(step))
-        arrays.check_fit(record.leaves, wanted.records(), subset=subset, where=where)
-        return self._read(step, wanted)
+        values = {k: v for k, v in (missing or {}).items() if k not in record.leaves}
+        stored = dict(record.leaves) | {k: r for k, r in wanted.records().items() if k in values}
+        arrays.check_fit(stored, wanted.records(), subset=subset, where=where)
+        restored = self._read(step, wanted, values)
+        digests = self._whole(self._round("restored"), arrays.flatten(restored).digests())
+        apart = [
+            name
+            for name, record_ in record.leaves.items()
+            if record_.digest and digests.get(name, record_.digest) != record_.digest
+        ]
+        if apart:
+            more = f" and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
+            raise CheckpointError(
+                f"step {step} was read, and is not what was saved",
+                where=where,
+                value=", ".join(apart[:_SHOWN]) + more,
+                cure="look at the disk and the memory of this machine; "
+                "`shardtrain checkpoints RUN verify` reads it all again",
+            )
+        return restored
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """Read all of a step as NumPy arrays, without knowing what is in it.
@@ -341,10 +582,12 @@ class Checkpointer:
         tree: dict[str, Any] = self._read(step, arrays.nested(self.record(step).leaves))
         return tree
 
-    def _read(self, step: int, wanted: arrays.Leaves) -> PyTree:
+    def _read(
+        self, step: int, wanted: arrays.Leaves, values: Mapping[str, int] | None = None
+    ) -> PyTree:
         path = self.directory / str(step) / folder.STATE
         try:
-            return arrays.read(path, wanted)
+            return arrays.read(path, wanted, values or {})
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"step {step} cannot be read",
@@ -355,7 +598,7 @@ class Checkpointer:
 
 
 def _make_record(
-    step: int, leaves: arrays.Leaves, metadata: Mapping[str, object]
+    step: int, leaves: arrays.Leaves, metadata: Mapping[str, object], metric: float | None
 ) -> folder.StepRecord:
     record = folder.StepRecord(
         step=step,
@@ -364,6 +607,7 @@ def _make_record(
         versions=versions(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         metadata=dict(metadata),
+        metric=metric if metric is not None and math.isfinite(metric) else None,
     )
     record.to_json()  # what JSON cannot hold is said here and not by the background thread
     return record

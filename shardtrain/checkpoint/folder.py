@@ -4,28 +4,35 @@ Owns: the names in the folder, the commit (a rename, after everything is on the 
 clean-up and the record that makes a step complete. Plain files only; imports no jax.
 Does not own: arrays and how they are stored, and when to save.
 
-A step is the folder `<step>`. It holds `state/` (Orbax) and `checkpoint.json` (the record). It is
+A step is the folder `<step>`. It holds `state/` (Orbax) and `checkpoint.json` (the record: also a
+manifest, with size and SHA-256 of every file, a digest of every leaf, and its own SHA-256). It is
 written as `<step>.shardtrain-tmp` and renamed when complete, so it is complete or absent whatever
 commit protocol the installed Orbax has. A step that is going away is first renamed to
-`<step>.shardtrain-deleting`. Everything else in the folder belongs to somebody else.
+`<step>.shardtrain-deleting`; one that was found damaged is `<step>.shardtrain-damaged` from then on
+and is never deleted. Everything else in the folder belongs to somebody else.
 """
 
 import dataclasses
+import datetime
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardtrain.errors import CheckpointError
 
 FORMAT = "shardtrain-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD = "checkpoint.json"
 STATE = "state"
 TEMPORARY = ".shardtrain-tmp"
 DELETING = ".shardtrain-deleting"
+DAMAGED = ".shardtrain-damaged"
 
 _STEP = re.compile(r"0|[1-9]\d*")
 _LEFTOVER = re.compile(rf"(0|[1-9]\d*)({re.escape(TEMPORARY)}|{re.escape(DELETING)})")
@@ -37,6 +44,16 @@ class LeafRecord:
 
     shape: tuple[int, ...]
     dtype: str
+    digest: str = dataclasses.field(default="", compare=False)
+    """Of its entries, whatever mesh holds them (`ops/digest.py`); "" in format 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRecord:
+    """One stored file."""
+
+    size: int
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +66,16 @@ class StepRecord:
     versions: Mapping[str, str]
     created: str
     metadata: Mapping[str, object]
+    metric: float | None = None
+    """The validation loss of the step, where it was evaluated and is a number."""
+    files: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
+    """By path in the step; none in format 1, which cannot be verified."""
     format_version: int = FORMAT_VERSION
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was saved."""
+        return datetime.datetime.fromisoformat(self.created)
 
     def to_json(self) -> str:
         """Return the text of `checkpoint.json`.
@@ -69,11 +95,14 @@ class StepRecord:
             "versions": dict(self.versions),
             "num_bytes": self.num_bytes,
             "metadata": dict(self.metadata),
+            "metric": self.metric,
             "leaves": {
-                name: {"shape": list(leaf.shape), "dtype": leaf.dtype}
+                name: {"shape": list(leaf.shape), "dtype": leaf.dtype, "digest": leaf.digest}
                 for name, leaf in self.leaves.items()
             },
+            "files": {name: dataclasses.asdict(file) for name, file in self.files.items()},
         }
+        document["sha256"] = _own_digest(document)
         return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
@@ -133,12 +162,14 @@ def read_record(directory: Path, step: int) -> StepRecord:
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r}")
         version = int(document["format_version"])
+        if version == FORMAT_VERSION and document["sha256"] != _own_digest(document):
+            raise ValueError("it is not as it was written")
     except FileNotFoundError:
         found = ", ".join(map(str, complete_steps(directory))) or "none"
         raise CheckpointError(
             f"step {step} is not there", where=str(directory), allowed=f"complete steps: {found}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, error) from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -150,8 +181,12 @@ def read_record(directory: Path, step: int) -> StepRecord:
         )
     try:
         leaves = {
-            name: LeafRecord(tuple(leaf["shape"]), leaf["dtype"])
+            name: LeafRecord(tuple(map(int, leaf["shape"])), leaf["dtype"], leaf.get("digest", ""))
             for name, leaf in document["leaves"].items()
+        }
+        files = {
+            _inside(name): FileRecord(int(file["size"]), file["sha256"])
+            for name, file in document.get("files", {}).items()
         }
         return StepRecord(
             step=document["step"],
@@ -159,10 +194,12 @@ def read_record(directory: Path, step: int) -> StepRecord:
             num_bytes=document["num_bytes"],
             versions=document["versions"],
             created=document["created"],
-            metadata=document["metadata"],
+            metadata=dict(document["metadata"]),
+            metric=document.get("metric"),
+            files=files,
             format_version=version,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, error) from error
 
 
@@ -184,26 +221,140 @@ def commit(temporary: Path, final: Path, record: StepRecord) -> None:
     sync_directory(final.parent)
 
 
-def retire(directory: Path, keep: int) -> list[int]:
-    """Delete all but the newest complete steps.
+def file_names(step: Path) -> list[str]:
+    """List the files of a step, but for its record.
+
+    Args:
+        step: Its folder.
+
+    Returns:
+        Paths in it, with slashes, in order. What is no plain file is in the list too.
+    """
+    found = []
+    for folder, folders, names in os.walk(step):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name).relative_to(step).as_posix() for name in (*names, *links)]
+    return sorted(name for name in found if name != RECORD)
+
+
+def hash_files(step: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Read files and return what a manifest says of them.
+
+    Args:
+        step: The folder of the step.
+        names: Files in it.
+
+    Returns:
+        Their records.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+
+    def one(name: str) -> FileRecord:
+        path = step / name
+        if path.is_symlink() or not path.is_file():
+            raise OSError(f"{name} is no plain file")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(path.stat().st_size, digest.hexdigest())
+
+    names = list(names)
+    with ThreadPoolExecutor(4) as pool:  # hashing and reading leave Python's lock
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def faults(
+    step: Path, record: StepRecord, *, share: slice = slice(None), sizes_only: bool = False
+) -> list[str]:
+    """Compare the files of a step with its manifest.
+
+    Args:
+        step: The folder of the step.
+        record: Its record; one of format 1 has no manifest, and no faults can be found.
+        share: Which of the files to read, where several processes share the work.
+        sizes_only: Whether to look at names and sizes only, which reads nothing.
+
+    Returns:
+        What is wrong, a line for each file; none when all is as it was written.
+    """
+    if not record.files:
+        return []
+    there = set(file_names(step))
+    found = [f"{name}: missing" for name in sorted(record.files.keys() - there)]
+    found += [
+        f"{name}: was not written by this save" for name in sorted(there - record.files.keys())
+    ]
+    for name in sorted(there & record.files.keys())[share]:
+        wanted, size = record.files[name], (step / name).lstat().st_size
+        if size != wanted.size:
+            found.append(f"{name}: {size} bytes, {wanted.size} were written")
+        elif not sizes_only:
+            try:
+                (digest,) = hash_files(step, [name]).values()
+            except OSError as error:
+                found.append(f"{name}: {error.strerror or error}")
+            else:
+                if digest != wanted:
+                    found.append(f"{name}: its content is not what was written")
+    return found
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Take a damaged step out of the complete ones, without deleting anything.
 
     Args:
         directory: The checkpoint folder.
-        keep: How many stay.
+        step: The step.
 
     Returns:
-        The steps that went.
+        Where it is now.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    number, target = 1, directory / f"{step}{DAMAGED}"
+    while target.exists():
+        number += 1
+        target = directory / f"{step}{DAMAGED}-{number}"
+    (directory / str(step)).rename(target)
+    sync_directory(directory)
+    return target
+
+
+def _own_digest(document: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _inside(name: str) -> str:
+    """A path that cannot leave the folder it is in."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"{name!r} is outside of the step")
+    return name
+
+
+def remove_steps(directory: Path, steps: Sequence[int]) -> list[int]:
+    """Delete steps, each absent before it is damaged.
+
+    Args:
+        directory: The checkpoint folder.
+        steps: Complete steps.
+
+    Returns:
+        The steps.
 
     Raises:
         OSError: A step could not be deleted.
     """
-    gone = complete_steps(directory)[:-keep]
-    for step in gone:
+    for step in steps:
         doomed = directory / f"{step}{DELETING}"
         remove(doomed)
         (directory / str(step)).rename(doomed)
         remove(doomed)
-    return gone
+    return list(steps)
 
 
 def remove(path: Path) -> None:

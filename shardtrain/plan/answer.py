@@ -23,7 +23,8 @@ class Program:
     """The compiled step."""
 
     compiled: Compiled
-    audit: Audit
+    audit: Audit | None
+    """None for a TPU, whose programs are not read."""
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -79,7 +80,7 @@ class Plan:
     @property
     def exit_code(self) -> int:
         """What the command returns."""
-        if self.program and self.program.audit.broken:
+        if self.program and self.program.audit and self.program.audit.broken:
             return EXIT_BROKEN
         return 0 if self.fits else EXIT_DOES_NOT_FIT
 
@@ -161,8 +162,8 @@ class Plan:
         state = {name: round(held[name]) for name in ("parameters", "master", "moments")}
         return {
             "seconds": round(program.compiled.seconds, 2),
-            "rematerialized": list(program.compiled.rematerialized),
-            **program.audit.as_json(),
+            "rematerialized": list(program.compiled.rematerialized or ()),
+            **(program.audit.as_json() if program.audit else {}),
             "bytes_per_device": state | program.bytes_per_device,
         }
 

@@ -7,6 +7,7 @@ Does not own: what is compiled: a function of the target's devices, named by the
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors import UserError
-from shardtrain.plan.targets import Target, require_compiler, target_devices
+from shardtrain.plan.targets import Target, require_compiler_of, target_devices
 from shardtrain.sharding.xla_flags import missing_flags
 
 Lower = Callable[..., Any]
 """(devices, *arguments) -> `jax.stages.Lowered`; found by its name, so a module's own function."""
 
 _REMATERIALIZED = "Involuntary full rematerialization"
+_STAMP = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ ")
+"""Time and process of a message, by which the same one would differ."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
+_LAST, _WIDEST = 12, 160
+"""Lines of the child's own words that are told when it fails, and characters of each."""
 _TUNING = "--xla_gpu_autotune_level"
 _CODE = "from shardtrain.plan.compiling import child_main; child_main()"
 
@@ -40,8 +45,9 @@ class Compiled:
     """Bytes by class: arguments, outputs, aliased (donated), temporaries, peak, host."""
     seconds: float
     """Time that lowering and compiling took."""
-    rematerialized: tuple[str, ...]
-    """XLA's words on tensors that it gathered whole because it found no better way."""
+    rematerialized: tuple[str, ...] | None
+    """XLA's words on tensors that it gathered whole because it found no better way; None where
+    nobody listened."""
 
 
 _MEMORY = {
@@ -53,6 +59,12 @@ _MEMORY = {
     "host_arguments": "host_argument_size_in_bytes",
     "host_temporaries": "host_temp_size_in_bytes",
 }
+
+
+class DoesNotFitError(UserError):
+    """The compiler for TPUs ends with a program that is too large; that for GPUs does not."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True)
@@ -85,26 +97,52 @@ def compile_for(
         The compiled programs, by name.
 
     Raises:
+        DoesNotFitError: the compiler refuses a program that is too large for its target.
         UserError: the plug-in is missing, the time is over, or the compiler failed.
     """
-    require_compiler()
+    require_compiler_of(target)
     with tempfile.TemporaryDirectory(prefix="shardtrain-plan-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         request.write_bytes(pickle.dumps((target, dict(jobs))))
-        code = _run([request, answer, log], _environment(xla_flags, overlap), seconds)
+        code = _run([request, answer, log], _environment(target, xla_flags, overlap), seconds)
         words = log.read_text(encoding="utf-8", errors="replace")
         if code == 0:
             compiled: dict[str, Compiled] | UserError = pickle.loads(answer.read_bytes())
             if isinstance(compiled, UserError):
                 raise compiled
             return compiled
-    last = "\n".join(words.strip().splitlines()[-12:])
+    raise _fault(code, words, where=f"compiling for {target}", seconds=seconds)
+
+
+def _fault(code: int | None, words: str, *, where: str, seconds: float) -> UserError:
+    """How a child ended that has no answer, on one screen.
+
+    Args:
+        code: its exit code, negative for a signal; None = it was ended when its time was over.
+        words: all that it wrote; the last lines are told.
+        where: what it did.
+        seconds: its time.
+    """
+    last = "\n".join(line[:_WIDEST] for line in words.strip().splitlines()[-_LAST:])
     if code is None:
-        raise UserError(
-            f"not done after {seconds:.0f} s", where=f"compiling for {target}", value=last
+        return UserError(
+            f"not done after {seconds:.0f} s",
+            where=where,
+            value=last,
+            cure="give it more time with --seconds",
         )
-    how = f"aborted ({signal.Signals(-code).name})" if code < 0 else f"failed (exit code {code})"
-    raise UserError(f"the compiler {how}", where=f"compiling for {target}", value=last)
+    if code >= 0:
+        return UserError(f"the compiler failed (exit code {code})", where=where, value=last)
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return UserError(
+            f"the compiler was ended from outside ({name})",
+            where=where,
+            value=last,
+            cure="see whether this machine ran out of memory; compile on one with more, or a "
+            "smaller layout",
+        )
+    return UserError(f"the compiler aborted ({name})", where=where, value=last)
 
 
 def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) -> int | None:
@@ -131,15 +169,18 @@ def _run(files: Sequence[Path], environment: Mapping[str, str], seconds: float) 
             child.wait()
 
 
-def _environment(xla_flags: Sequence[str], overlap: bool) -> dict[str, str]:
+def _environment(target: Target, xla_flags: Sequence[str], overlap: bool) -> dict[str, str]:
     """Without virtual devices, without a search for GPUs, with XLA's warnings."""
     own = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_DEVICE_FLAG)]
+    given = [*own, *xla_flags]
+    tuned = [] if target.is_tpu else _target_flags(given, overlap)  # the flags are of GPUs
     return {
         **os.environ,
+        **target.environment,
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache has no messages
         "TF_CPP_MIN_LOG_LEVEL": "1",
-        "XLA_FLAGS": " ".join([*own, *xla_flags, *_target_flags([*own, *xla_flags], overlap)]),
+        "XLA_FLAGS": " ".join([*given, *tuned]),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
@@ -167,12 +208,34 @@ def child_main() -> None:
 
 def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
     start, written = time.perf_counter(), log.stat().st_size
-    compiled = job.lower(devices, *job.arguments).compile()
-    memory = compiled.memory_analysis()
+    lowered = job.lower(devices, *job.arguments)
+    try:
+        compiled = lowered.compile()
+    except RuntimeError as error:  # jax's
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise DoesNotFitError("the step does not fit", where="compiling", value=first) from None
+    seconds = time.perf_counter() - start
     messages = log.read_bytes()[written:].decode("utf-8", "replace").splitlines()
+    found = tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line)
+    return read_program(compiled, seconds=seconds, rematerialized=found)
+
+
+def read_program(
+    program: Any, *, seconds: float = 0.0, rematerialized: tuple[str, ...] | None
+) -> Compiled:
+    """What is read of a program of jax, compiled here or for a target.
+
+    Args:
+        program: a `jax.stages.Compiled`.
+        seconds: time that it took.
+        rematerialized: as `Compiled.rematerialized`.
+    """
+    memory = program.memory_analysis()
     return Compiled(
-        text=compiled.as_text(),
+        text=program.as_text(),
         memory={ours: int(getattr(memory, theirs)) for ours, theirs in _MEMORY.items()},
-        seconds=time.perf_counter() - start,
-        rematerialized=tuple(line for line in messages if _REMATERIALIZED in line),
+        seconds=seconds,
+        rematerialized=rematerialized,
     )

@@ -36,7 +36,8 @@ class PlanOptions:
     audit: bool = False
     """Compile, and check the program against what the layout promises; exit 5 if one is broken."""
     keep: str = ""
-    """A folder for the compiled program's text and figures."""
+    """A folder for the compiled program, its collectives, its memory and the plan, for a diff with
+    those of another; with --compile or --audit."""
     seconds: float = 900.0
     """Time limit of the compiler."""
     json: bool = False

@@ -132,6 +132,8 @@ def remat_saves(evidence: Evidence) -> Outcome:
 
 def nothing_rematerialized(evidence: Evidence) -> Outcome:
     """XLA finds a way between all layouts, and gathers no tensor whole for want of one."""
+    if evidence.compiled.rematerialized is None:
+        return unchecked("XLA's messages while it compiled are in this process's own output")
     faults = []
     for message in evidence.compiled.rematerialized:
         operation = re.search(r"%([\w.\-]+) = (\S+)", message)

@@ -1,8 +1,9 @@
-"""GPUs that are not here: which ones the compiler knows, and device objects to compile for.
+"""GPUs and TPUs that are not here: which the compiler knows, and device objects to compile for.
 
 Owns: which chips of the table are targets, their descriptions, which are read at run time out of
 XLA's CUDA plug-in (jax 0.12 and newer carry them as text), and the cure where it is missing.
-Does not own: compiling (`compiling`, in a child process, because the compiler may abort).
+Does not own: compiling (`compiling`, in a child process, because the compiler may abort), and what
+is of TPUs alone (`targets_tpu`).
 """
 
 import importlib.metadata
@@ -16,6 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardtrain.errors import ConfigError, UserError
+from shardtrain.plan.layout import all_divisors
+from shardtrain.plan.targets_tpu import (
+    ENVIRONMENT,
+    TPUS,
+    require_tpu_compiler,
+    slice_shape,
+    tpu_devices,
+)
 from shardtrain.sharding import chips
 
 if TYPE_CHECKING:
@@ -33,22 +42,24 @@ _OLDEST: Final = (0, 12)
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster of equal hosts, each with some GPUs joined by the fast link."""
+    """A cluster of equal hosts, each with some chips joined by the fast link."""
 
     chip: str
-    """One of `CHIPS`."""
+    """One of `CHIPS` or `TPUS`."""
     hosts: int
     per_host: int
 
     def __post_init__(self) -> None:
-        if self.chip not in CHIPS:
+        if self.is_tpu:
+            slice_shape(self.chip, self.hosts, self.per_host)
+        elif self.chip not in CHIPS:
             row = chips.CHIPS.get(self.chip)
             nearest = row.compile_as if row else None
             raise ConfigError(
                 "the compiler has no such chip",
                 where="target",
                 value=self.chip,
-                allowed=", ".join(CHIPS),
+                allowed=", ".join([*CHIPS, *TPUS]),
                 cure=f"{nearest} is the nearest that it has" if nearest else "",
             )
 
@@ -57,13 +68,30 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """All GPUs."""
+        """All chips."""
         return self.hosts * self.per_host
 
     @property
+    def is_tpu(self) -> bool:
+        """Whether libtpu compiles for it."""
+        return self.chip in TPUS
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What a process that compiles for it has to have."""
+        return ENVIRONMENT if self.is_tpu else {}
+
+    @property
     def topology(self) -> str:
-        """XLA's word for it: fast-link domains x hosts in each x GPUs of a host."""
-        return f"{self.hosts}x1x{self.per_host}"
+        """XLA's word for GPUs: fast-link domains x hosts in each x GPUs of a host.
+
+        All domains have as many hosts; where that leaves a rack partly empty it counts as less.
+        """
+        link, together = chips.CHIPS[self.chip].fast_link, 1
+        if link and link.between_hosts:
+            most = link.chips // self.per_host
+            together = max((n for n in all_divisors(self.hosts) if n <= most), default=1)
+        return f"{self.hosts // together}x{together}x{self.per_host}"
 
 
 def parse_target(text: str) -> Target:
@@ -111,6 +139,18 @@ def require_compiler() -> Path:
             cure=CURE,
         )
     return library
+
+
+def require_compiler_of(target: Target) -> None:
+    """Refuses to go on without the compiler for a target.
+
+    Raises:
+        UserError: a part is missing or too old; the message says how to get it.
+    """
+    if target.is_tpu:
+        require_tpu_compiler()
+    else:
+        require_compiler()
 
 
 def missing_parts() -> list[str]:
@@ -166,6 +206,8 @@ def target_devices(target: Target) -> "list[jax.Device]":
 
     Only for a process with JAX_PLATFORMS=cpu, in which the plug-in looks for no driver.
     """
+    if target.is_tpu:
+        return tpu_devices(target.chip, target.hosts, target.per_host)
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(

@@ -33,6 +33,9 @@ class TrainConfig(BaseModel):
     overlap: bool = False
     """Whether to hide as much communication behind products as can be on GPUs, for more memory;
     docs/plan.md has figures. False = as far as it costs no memory."""
+    audit: bool = False
+    """Whether `shardtrain train` checks the program that it has compiled on NVIDIA GPUs against
+    what the layout promises, and stops with exit code 5 if a promise is broken; docs/plan.md."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number type of the computation. With bfloat16 the optimizer keeps float32 masters; float64
     is for checks on CPU devices."""

@@ -83,14 +83,14 @@ class Chaos:
         elif kind == "diskfull":
             self._full = True
 
-    def batch(self, update: int, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """The batch of an update, where a fault is in it without a number worth having.
+    def batch(self, number: int, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """A batch, where a fault is in it with nothing that is a number.
 
         Args:
-            update: its number.
+            number: of the batch, from 1: that of the update that it would be in a clean run.
             batch: as it was read.
         """
-        for _ in self._due("nan", update):
+        for _ in self._due("nan", number):
             name = next((n for n, a in batch.items() if jnp.issubdtype(a.dtype, jnp.floating)), "")
             if not name:
                 raise ChaosError("chaos: nan has no effect, no array of the batch has fractions")

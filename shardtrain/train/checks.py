@@ -12,30 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardtrain.errors import PolicyError
+from shardtrain.ops.digest import pieces, text
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
 from shardtrain.train.state import TrainState
 
 PyTree = Any
 _PATIENCE = 600.0
-
-
-@jax.jit
-def _sum_of_bits(leaf: jax.Array) -> jax.Array:
-    """A number that changes when any bit of an array does, or when two entries change places."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    width = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32).reshape(-1)
-    place = jnp.arange(bits.size, dtype=jnp.uint32)
-    mixed = (bits ^ (place * jnp.uint32(0x9E3779B1))) * jnp.uint32(0x85EBCA77)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
-    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
 
 
 def check_replicas(state: PyTree, peers: Processes, name: str) -> None:
@@ -49,26 +34,24 @@ def check_replicas(state: PyTree, peers: Processes, name: str) -> None:
     Raises:
         PolicyError: some differ; leaf and devices are named, in every process.
     """
-    sums: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-    found = [
-        (path, shard, _sum_of_bits(shard.data))
-        for path, leaf in leaves_by_path(state)
-        for shard in leaf.addressable_shards
-    ]
-    for path, shard, bits in found:
-        where = str([(part.start, part.stop) for part in shard.index])
-        sums[path, where][shard.device.id] = int(bits)
+    sums: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    begun = [(path, leaf, pieces(leaf)) for path, leaf in leaves_by_path(state)]
+    for path, leaf, found in begun:
+        where = {shard.device.id: shard.index for shard in leaf.addressable_shards}
+        for device, digest in found.by_device().items():
+            place = str([(part.start, part.stop) for part in where[device]])
+            sums[path, place][device] = text(digest)
     if peers.count > 1:
         mine = [[*key, device, bits] for key, on in sums.items() for device, bits in on.items()]
         peers.set(f"{name}/{peers.index}", json.dumps(mine))
         peers.barrier(f"{name} told", _PATIENCE)
-        for text in peers.under(name).values():
-            for path, where, device, bits in json.loads(text):
+        for told in peers.under(name).values():
+            for path, where, device, bits in json.loads(told):
                 sums[path, where][device] = bits
     raise_if_apart(sums)
 
 
-def raise_if_apart(sums: Mapping[tuple[str, str], Mapping[int, int]]) -> None:
+def raise_if_apart(sums: Mapping[tuple[str, str], Mapping[int, str]]) -> None:
     """Raises where the copies of a piece are not equal.
 
     Args:
@@ -111,18 +94,13 @@ class Rerun:
         """One step."""
         self._calls += 1
         if self._calls % self.every:
-            first: tuple[TrainState, dict[str, jax.Array]] = self.step(state, batch)
-            return first
+            once: tuple[TrainState, dict[str, jax.Array]] = self.step(state, batch)
+            return once
         copy = jax.tree.map(jnp.copy, state)
         stepped: tuple[TrainState, dict[str, jax.Array]] = self.step(state, batch)
         again, _ = self.step(copy, batch)
-        apart = [
-            path
-            for (path, a), (_, b) in zip(
-                leaves_by_path(stepped[0]), leaves_by_path(again), strict=True
-            )
-            if not _equal_here(a, b)
-        ]
+        first, second = _digests(stepped[0]), _digests(again)
+        apart = [path for path, digest in first.items() if digest != second[path]]
         if apart:
             raise PolicyError(
                 f"a step computed twice gave two results in {len(apart)} arrays",
@@ -133,9 +111,6 @@ class Rerun:
         return stepped
 
 
-def _equal_here(a: jax.Array, b: jax.Array) -> bool:
-    pieces = zip(a.addressable_shards, b.addressable_shards, strict=True)
-    return all(
-        np.array_equal(np.asarray(_sum_of_bits(x.data)), np.asarray(_sum_of_bits(y.data)))
-        for x, y in pieces
-    )
+def _digests(state: PyTree) -> dict[str, str]:
+    begun = [(path, pieces(leaf)) for path, leaf in leaves_by_path(state)]
+    return {path: text(found.total()) for path, found in begun}

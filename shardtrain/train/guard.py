@@ -95,10 +95,9 @@ class Guard:
         self._skipped += 1
         if self._skipped <= self._config.skip_limit:
             return Verdict("skip", reason, update)
-        return Verdict(
-            "stop", f"{reason}, the {self._skipped}th such batch in a row "
-            f"(guard.skip_limit={self._config.skip_limit})", update
-        )  # fmt: skip
+        limit = self._config.skip_limit
+        more = f"such batch {self._skipped} in a row, guard.skip_limit={limit}"
+        return Verdict("stop", f"{reason}, {more}", update)
 
     def _spike(self, update: Update) -> Verdict | None:
         config = self._config

@@ -94,11 +94,12 @@ class _Pending:
     """A batch that is with the devices and of which nothing is known yet."""
 
     cursor: int
-    waited: float
+    told: Values
+    """What is known of it beforehand."""
     metrics: dict[str, jax.Array]
 
 
-def _same_batch(_update: int, batch: DeviceBatch) -> DeviceBatch:
+def _same_batch(_update: int, _cursor: int, batch: DeviceBatch) -> DeviceBatch:
     return batch
 
 
@@ -127,8 +128,8 @@ class Loop:
     phases: Phases = field(default_factory=Phases)
     replayed_to: int = 0
     """The last update that was done before this attempt."""
-    prepare: Callable[[int, DeviceBatch], DeviceBatch] = _same_batch
-    """(number of the update, its batch) -> the batch; called just before it is handed out."""
+    prepare: Callable[[int, int, DeviceBatch], DeviceBatch] = _same_batch
+    """(number of the update, cursor, batch) -> the batch; called just before it is handed out."""
     inspect: Callable[[int, TrainState], None] = lambda _update, _state: None
     """(updates handed out, the state after them), after each; may raise."""
     poll: Callable[[], None] = lambda: None
@@ -183,11 +184,12 @@ class Loop:
         cursor, batch, waited = next(self.batches)
         self.phases.enter("host")
         update = self._done + 1 + (self._pending is not None)
-        batch = self.prepare(update, batch)
+        batch = self.prepare(update, cursor, batch)
         self.phases.enter("replay" if update <= self.replayed_to else "step")
         state, metrics = self.step(state, batch)
         self._settle()
-        self._pending = _Pending(cursor, waited, metrics)
+        told = {**self.describe(cursor), "data_wait": waited}  # while the devices work
+        self._pending = _Pending(cursor, told, metrics)
         return state
 
     def _save(self, state: TrainState, values: Values | None = None) -> int:
@@ -226,12 +228,11 @@ class Loop:
             if evaluate is not None:
                 with self.phases.within("eval"):
                     values = evaluate()
-            times = {"data_wait": pending.waited, "step_time": seconds, **self.rates(seconds)}
-            told = self.describe(pending.cursor)
-            self.observer.row(self._done, fetched | values | told | times)
+            times = {"step_time": seconds, **self.rates(seconds)}
+            self.observer.row(self._done, fetched | values | pending.told | times)
         if verdict is not None:
             name = "skip" if verdict.action == "skip" else "spike"
-            self.observer.event(name, self._done, verdict.values() | self.describe(pending.cursor))
+            self.observer.event(name, self._done, verdict.values() | pending.told)
         if values:
             self.observer.event("eval", self._done, values)
             self._resumed = time.perf_counter()

@@ -1,5 +1,6 @@
 """What a run leaves behind, and what it makes of a text, a folder and a loss that is no number."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,16 +64,21 @@ def test_a_text_or_a_folder_just_works(
     assert len(rows(project)) == 2
 
 
-def test_a_loss_that_is_no_number_is_null(
+def test_a_loss_that_is_no_number_ends_the_run(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project)
     flags = "--optimizer.name sgd --optimizer.learning_rate 1e30 --optimizer.clip_norm 0"
     words = ["train", "tiny.toml", *flags.split(), "--run.steps", "12", "--model.dropout", "0"]
-    assert cli.main(words) == 0
-    losses = [row["loss"] for row in rows(project)]
-    assert losses[0] > 5
-    assert losses[-1] is None
-    assert rows(project)[-1]["val_loss"] is None
-    assert "loss nan  val_loss nan" in capsys.readouterr().err
-    assert cli.main([*words, "--run.stop_at", "12"]) == 0  # its checkpoint is one like any other
+    assert cli.main(words) == 3
+    (stop,) = events(project, "stop")
+    done = stop["step"]
+    assert [row["step"] for row in rows(project)] == list(range(1, done + 1))
+    assert stop["loss"] is None
+    said = capsys.readouterr().err
+    assert f"stopped: the loss of update {done + 1} is nan; of 16 of 16 gradients, first " in said
+    (evidence,) = (project / "run" / "bad_numbers").iterdir()
+    assert str(evidence) in said
+    told = json.loads(evidence.read_text())
+    assert len(told["samples"]) == 8
+    assert told["parameters_not_finite"] == [], "they are as the update before left them"

@@ -148,7 +148,7 @@ def test_sigterm_in_every_phase(  # O-46
     for owner, name, done in (
         (Run, "evaluate", 10),
         (Checkpointer, "restore", 10),
-        (Checkpointer, "save", 16),
+        (Checkpointer, "save", 15),
     ):
         with monkeypatch.context() as patch:
             terminate(owner, name)

@@ -76,7 +76,7 @@ def program(*computations: str, lines: list[str], alias: str = "") -> str:
     return HEADER.replace("ALIAS ", alias) + ADD + "\n".join(computations) + entry
 
 
-def compiled(text: str, rematerialized: tuple[str, ...] = (), **memory: int) -> Compiled:
+def compiled(text: str, rematerialized: tuple[str, ...] | None = (), **memory: int) -> Compiled:
     return Compiled(text, {**MEMORY, **memory}, 0.0, rematerialized)
 
 
@@ -492,6 +492,7 @@ def test_rematerialization_is_found() -> None:
     (fault,) = outcome.faults
     assert (fault.instruction, fault.belongs_to) == ("gather.1", "jit(step)/take")
     assert check(promise, dots(1)).state == "kept"
+    assert check(promise, dots(1), rematerialized=None).state == "not checked"
 
 
 # -- the whole

@@ -1,14 +1,16 @@
 """Targets: how they are written, and what is said where the compiler for them is missing."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from shardtrain.errors import ConfigError, UserError
-from shardtrain.plan import targets
+from shardtrain.plan import targets, targets_tpu
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.targets import Target, describe, descriptions, parse_target
+from shardtrain.plan.targets_tpu import slice_shape
 
 
 def test_a_target() -> None:
@@ -26,6 +28,57 @@ def test_not_a_target(text: str) -> None:
 def test_an_unknown_chip() -> None:
     with pytest.raises(ConfigError, match=r"h200.*b200"):
         parse_target("h900:1x8")
+
+
+@pytest.mark.parametrize(
+    ("text", "topology"),
+    [
+        ("gb200:1x4", "1x1x4"),
+        ("gb200:18x4", "1x18x4"),  # a rack
+        ("gb200:36x4", "2x18x4"),
+        ("gb300:20x4", "2x10x4"),  # domains are equal
+        ("h200:18x4", "18x1x4"),
+    ],
+)
+def test_racks_are_domains(text: str, topology: str) -> None:
+    assert parse_target(text).topology == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("tpu-v5e:1x1", (1, 1)),
+        ("tpu-v5e:1x8", (2, 4)),
+        ("tpu-v5e:32x8", (16, 16)),
+        ("tpu-v6e:2x4", (2, 4)),
+        ("tpu-v4:1x4", (2, 2, 1)),
+        ("tpu-v5p:2x4", (2, 2, 2)),
+        ("tpu-v5p:128x4", (8, 8, 8)),
+    ],
+)
+def test_slices_are_near_cubes(text: str, shape: tuple[int, ...]) -> None:
+    target = parse_target(text)
+    assert slice_shape(target.chip, target.hosts, target.per_host) == shape
+    assert math.prod(shape) == target.num_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tpu-v5e:2x1", "tpu-v5e:1x1 or tpu-v5e:HOSTSx4"),
+        ("tpu-v5p:1x8", "tpu-v5p:HOSTSx4"),
+        ("tpu-v6e:33x8", "at most 256 chips"),
+    ],
+)
+def test_no_such_slice(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_target(text)
+
+
+def test_libtpu_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets_tpu, "missing_tpu_parts", lambda: ["its compiler (libtpu)"])
+    with pytest.raises(UserError, match=r"libtpu[\s\S]*plan-tpu"):
+        compile_for(Target("tpu-v5e", 1, 8), {"step": Job(os.getpid)})
 
 
 DESCRIPTIONS = b"""\x00\x01 noise

@@ -1,0 +1,57 @@
+"""Planned bytes beside those of programs compiled for 8 H100s: eight rows of docs/plan_memory.md.
+
+The rows are those of the page's own command, which makes all 35. Here are all of its layouts and
+all of its models, one row of each kind of program.
+"""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import shardtrain
+from shardtrain.commands_plan import make_plan
+from shardtrain.config import load_config
+from shardtrain.plan.compiling import Job, compile_for
+from shardtrain.plan.targets import parse_target
+from shardtrain.run import lower_step
+from tests.aot.marks import needs_compiler
+
+pytestmark = needs_compiler("plan memory")
+
+PAGE = runpy.run_path(str(Path(shardtrain.__file__).parents[1] / "docs" / "make_plan_memory.py"))
+ROWS = (
+    ("gpt", "data 8"),
+    ("gpt", "data 8, zero 3, 2 microbatches"),  # the one farthest off
+    ("llama", "data 8, zero 3"),
+    ("bloom", "data 2 x tensor 4, zero 2, sequence parallel"),
+    ("wide", "data 8, zero 3, 2 microbatches"),
+    ("wide", "pipeline 4 x data 2, zero 1"),
+    ("deep", "data 8, zero 1, 4 microbatches"),
+    ("deep", "pipeline 4 x tensor 2, zero 0"),
+)
+CASES = {
+    (model, layout): (load_config(sections, changes), sections["model"]["vocab_size"])
+    for model, layout, sections, changes in PAGE["cases"]()
+}
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[tuple[str, str], int]:
+    """XLA's peak of each row's step; all are compiled in one child."""
+    jobs = {": ".join(row): Job(lower_step, CASES[row]) for row in ROWS}
+    done = compile_for(parse_target(PAGE["TARGET"]), jobs, seconds=600)
+    return {row: done[": ".join(row)].memory["peak"] for row in ROWS}
+
+
+def test_every_layout_and_model_of_the_page_has_a_row() -> None:
+    assert {model for model, _ in ROWS} == set(PAGE["MODELS"])
+    assert {layout for _, layout in ROWS} == set(PAGE["LAYOUTS"])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=": ".join)
+def test_planned_bytes_are_those_of_the_program(
+    peaks: dict[tuple[str, str], int], row: tuple[str, str]
+) -> None:
+    planned = make_plan(CASES[row][0], PAGE["TARGET"], search=False).own.memory.total
+    assert planned == pytest.approx(peaks[row], rel=0.1)
