@@ -155,7 +155,7 @@ every_layout = pytest.mark.parametrize("name", LAYOUTS)
 def test_arguments_are_the_state_and_the_batch(case: Cases, name: str) -> None:
     """To the byte; and the state is donated, all of it."""
     it = case(name)
-    state = make_report(it.program).state + 4 + 4 + 8  # step, cursor, key
+    state = make_report(it.program).state + 4 + 4 + 8 + 4  # step, cursor, key
     read = {k: a for k, a in abstract_batch(it.config, it.program).items() if k != "sample"}
     batch = sum(
         int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in read.values()

@@ -47,7 +47,7 @@ def facts(overrides: dict[str, Any]) -> tuple[RunConfig, Program, Expected]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_state_is_that_of_the_report(name: str) -> None:
     _, program, expected = facts(LAYOUTS[name])
-    assert expected.state_bytes == make_report(program).state + 4 + 4 + 8  # step, cursor, key
+    assert expected.state_bytes == make_report(program).state + 4 + 4 + 8 + 4  # step, cursor, key
     assert expected.state["state.key"] == ((2,), 8)
     assert "state.opt_state['master']['layers']['mlp']['up']" in expected.state
 
