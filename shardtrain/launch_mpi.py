@@ -26,7 +26,7 @@ _PASSED_ON: Final = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "PYTHONPAT
 """Variables that processes on other hosts get too, by the beginnings of their names."""
 _PORT: Final = 15700
 """For hosts that are not this one, whose free ports cannot be known here."""
-_KILL_SECONDS: Final = 60
+_KILL_SECONDS: Final = 10
 _SAVE: Final = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIGUSR1)
 """mpirun passes SIGUSR1 on, but kills for other signals. It means the same to a run."""
 
@@ -83,7 +83,7 @@ def mpirun_words(job: Job, count: int, hosts: str, environ: Mapping[str, str]) -
     words = ["mpirun", "-n", str(count)]
     words += ["--host", hosts] if hosts else ["--oversubscribe"]
     words += ["--bind-to", "none"]  # else every process is bound to one core
-    # processes that end because another has failed may have something to save
+    # one that ends with an error ends all; mpirun lets this time pass, whoever has ended before
     words += ["--mca", "odls_base_sigkill_timeout", str(_KILL_SECONDS)]
     words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words += ["-x", f"{COORDINATOR}={coordinator}", "-x", "PYTHONUNBUFFERED=1"]
