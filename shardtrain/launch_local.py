@@ -40,7 +40,8 @@ _IMPATIENT: Final = 3
 """So many times Ctrl-C, and everything is killed: the processes may be stopped and not listen."""
 _INSTEAD: Final = {signal.SIGHUP: signal.SIGTERM}
 """The terminal is gone, and the run should save."""
-_GUARD: Final = "import os; os.read(0, 1); os.killpg(0, 9)"
+GUARD: Final = "import os; os.read(0, 1); os.killpg(0, 9)"
+"""The guard: waits for the end of who started it, and kills its group, itself included."""
 
 
 def run_local(words: Sequence[str], count: int, *, restarts: int = 0) -> int:
@@ -246,7 +247,7 @@ class Group:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, process_group=0
+            [sys.executable, "-I", "-S", "-c", GUARD], stdin=subprocess.PIPE, process_group=0
         )
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[int, list[_Stream]] = {}

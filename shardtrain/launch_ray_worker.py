@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-_GUARD: Final = "import os; os.read(0, 1); os.killpg(0, 9)"
+from shardtrain.launch_local import GUARD, free_port
+
 _WAIT_SECONDS: Final = 0.5
 
 
@@ -33,8 +34,6 @@ class Worker:
         """Return where the peers of a process on this node can meet."""
         import ray
 
-        from shardtrain.launch_local import free_port
-
         return f"{ray.util.get_node_ip_address()}:{free_port()}"
 
     def start(self, words: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
@@ -46,7 +45,7 @@ class Worker:
             environment: What it has besides the environment of the worker.
         """
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, process_group=0
+            [sys.executable, "-I", "-S", "-c", GUARD], stdin=subprocess.PIPE, process_group=0
         )
         self._process = subprocess.Popen(
             [sys.executable, *words[1:]],
