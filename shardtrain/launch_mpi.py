@@ -80,7 +80,7 @@ def mpirun_words(job: Job, count: int, hosts: str, environ: Mapping[str, str]) -
     """
     first = hosts.split(",", maxsplit=1)[0].split(":", maxsplit=1)[0]
     coordinator = f"{first}:{_PORT}" if hosts else f"127.0.0.1:{free_port()}"
-    words = ["mpirun", "-n", str(count)]
+    words = ["mpirun", "--quiet", "-n", str(count)]
     words += ["--host", hosts] if hosts else ["--oversubscribe"]
     words += ["--bind-to", "none"]  # else every process is bound to one core
     # one that ends with an error ends all; mpirun lets this time pass, whoever has ended before
