@@ -183,8 +183,9 @@ def read_record_of(step: Path) -> StepRecord:
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r}")
         version = int(document["format_version"])
-        whole = version < FORMAT_VERSION or document["sha256"] == _own_digest(document)
-        if not whole or (version == FORMAT_VERSION and raw != _text(document).encode()):
+        if version == FORMAT_VERSION and (
+            document["sha256"] != _own_digest(document) or raw != _text(document).encode()
+        ):
             raise ValueError("it is not as it was written")
     except FileNotFoundError:
         raise CheckpointError("there is no step here", where=str(path)) from None
