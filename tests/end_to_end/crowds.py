@@ -50,6 +50,10 @@ class Crowd:
         """Sends a signal to one of them."""
         self.processes[index].send_signal(number)
 
+    def alive(self) -> bool:
+        """Whether all of them run."""
+        return all(process.poll() is None for process in self.processes)
+
     def finish(self, seconds: float = 180) -> list[int]:
         """Waits until all have ended; their exit codes."""
         deadline = time.monotonic() + seconds
