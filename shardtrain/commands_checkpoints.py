@@ -22,7 +22,8 @@ from shardtrain.checkpoint import folder
 from shardtrain.checkpoint.folder import StepRecord
 from shardtrain.checkpoint.retention import Retention, Step
 from shardtrain.errors import EXIT_FAILED, CheckpointError, ConfigError
-from shardtrain.train.rundir import RESOLVED, changes, checkpoints_in
+from shardtrain.train.metrics import plain
+from shardtrain.train.rundir import RESOLVED, RunDirectory, changes, checkpoints_in
 from shardtrain.train.screen import human_bytes
 
 _SHOWN = 20
@@ -130,7 +131,8 @@ def diff(run: str, what: Sequence[str], *, json: bool) -> int:
             if found is not None:
                 leaves[name] = found
     if json:
-        print(json_.dumps({"config": config, "leaves": leaves, "equal": not (config or leaves)}))
+        told = {"config": config, "leaves": leaves, "equal": not (config or leaves)}
+        print(json_.dumps(plain(told)))
         return EXIT_FAILED if config or leaves else 0
     console = _console()
     for line in config:
@@ -178,9 +180,15 @@ def adopt(run: str, what: Sequence[str], *, json: bool) -> int:
         )
     temporary = directory / f"{record.step}{folder.TEMPORARY}"
     try:
-        folder.remove(temporary)
-        shutil.copytree(source, temporary)
-        folder.commit(temporary, target, record)
+        with RunDirectory(run):  # a run that goes on makes steps of its own
+            folder.remove(temporary)
+            shutil.copytree(source, temporary)
+            wrong = folder.faults(temporary, record)
+            if wrong:
+                raise OSError(f"the copy is not as it should be: {wrong[0]}")
+            for name in record.files:
+                folder.sync_file(temporary / name)
+            folder.commit(temporary, target, record)
     except OSError as error:
         raise CheckpointError(
             "the step cannot be copied", where=str(directory), value=str(error)

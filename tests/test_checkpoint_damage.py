@@ -199,6 +199,62 @@ def test_a_hostile_record_is_damage(run: Path, content: str) -> None:
     assert Checkpointer(run / "checkpoints").newest_good(lambda _: None) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "../../x"), ("step", "/abs/x"), ("step", 1), ("step", True), ("created", 5),
+        ("created", "x"), ("created", "2026-01-01T00:00:00"), ("metric", "x"),
+        ("num_bytes", "y"), ("leaves", []), ("files", 3), ("metadata", "z"), ("format_version", 0),
+        ("format_version", 1),
+    ],
+)  # fmt: skip
+def test_a_record_that_no_save_writes_is_damage(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    """Also where its own digest is right."""
+    step = run / "checkpoints" / "2"
+    document = json.loads((step / folder.RECORD).read_text())
+    document[key] = value
+    document["sha256"] = folder._own_digest(document)
+    (step / folder.RECORD).write_text(folder._text(document))
+    if key != "step" or value != 1:
+        assert command(tmp_path / "other" / "run", "adopt", step) == 2
+    assert command(run, "list") == 0
+    assert "step 2: damaged" in capsys.readouterr().out
+    assert Checkpointer(run / "checkpoints").newest_good(lambda _: None) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_newer_format_and_a_disk_that_fails_are_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run / "checkpoints" / "2" / folder.RECORD
+    document = json.loads(path.read_text())
+    document["format_version"] = 3
+    path.write_text(folder._text(document))
+    with pytest.raises(CheckpointError, match="written by a newer shardtrain"):
+        Checkpointer(run / "checkpoints").newest_good()
+
+    def fail(self: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match="the record of this step cannot be read"):
+        Checkpointer(run / "checkpoints").newest_good()
+    assert (run / "checkpoints" / "2").is_dir()
+
+
+def test_each_byte_of_a_record_counts(run: Path) -> None:
+    path = run / "checkpoints" / "2" / folder.RECORD
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x01]) + data[place + 1 :])
+        with pytest.raises(CheckpointError):
+            folder.read_record(run / "checkpoints", 2)
+    path.write_bytes(data)
+    assert folder.read_record(run / "checkpoints", 2).step == 2
+
+
 def test_nothing_here_can_run_code_from_a_file() -> None:
     unsafe = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     root = Path(shardtrain.__file__).parent

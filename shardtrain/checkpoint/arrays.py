@@ -102,9 +102,10 @@ def _digest(leaf: Leaf) -> Callable[[], NDArray[np.uint32]]:
     if isinstance(leaf, jax.Array):
         return pieces(leaf).total
     assert isinstance(leaf, np.ndarray)
-    # Every process has it whole; process 0's counts.
-    found = host_digest(leaf) if jax.process_index() == 0 else nothing
-    return lambda: found
+    if jax.process_index():
+        return lambda: nothing  # every process has it whole; process 0's counts
+    copy = leaf.copy()  # read in the background, while the loop may change it
+    return lambda: host_digest(copy)
 
 
 def tree_bytes(tree: PyTree) -> int:

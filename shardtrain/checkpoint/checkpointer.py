@@ -254,6 +254,8 @@ class Checkpointer:
         try:
             record = folder.read_record(self.directory, step)
             mine = folder.faults(self.directory / str(step), record, share=share)
+        except folder.UnreadableError:
+            raise
         except CheckpointError as error:
             mine = [f"{folder.RECORD}: {error.value or error.message}"]
         told = self._together(self._round("faults"), mine)
@@ -385,7 +387,7 @@ class Checkpointer:
         try:
             if self._leads:
                 self._retire()
-        except OSError as error:
+        except Exception as error:
             self._error = CheckpointError(
                 f"step {record.step} is saved, but an older one cannot be deleted",
                 where=str(self.directory),
@@ -396,10 +398,9 @@ class Checkpointer:
         self, name: str, temporary: Path, record: folder.StepRecord, digests: arrays.Digests
     ) -> folder.StepRecord:
         """Waits until all processes have written their parts; the record with its manifest."""
-        assert self._writer is not None
         error: Exception | None = None
         try:
-            self._writer.finish()
+            self._finish(name)
         except Exception as failed:
             error = failed
         self._agreed(f"{name} written", error)
@@ -419,6 +420,36 @@ class Checkpointer:
             for leaf, found in record.leaves.items()
         }
         return dataclasses.replace(record, leaves=leaves, files=dict(sorted(everything.items())))
+
+    def _finish(self, name: str) -> None:
+        """Waits for the writer; not for ever, where that of another process has failed.
+
+        Orbax's processes wait for each other, and one that has failed never comes.
+        """
+        writer, failed = self._writer, f"{name} failed"
+        assert writer is not None
+        if self._peers.count == 1:
+            writer.finish()
+            return
+        errors: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                writer.finish()
+            except Exception as error:
+                errors.append(error)
+                self._peers.set_first(failed, f"process {self._peers.index}: {error}")
+
+        thread = threading.Thread(target=finish, name="writer", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            told = self._peers.get(failed)
+            if told is not None and not errors:
+                self._writer = None  # it cannot be closed either; the process ends without it
+                raise OSError(told)
+        if errors:
+            raise errors[0]
 
     def _whole(self, name: str, digests: arrays.Digests) -> dict[str, str]:
         """The digests of whole leaves, of what each process's pieces add to them."""
@@ -455,7 +486,9 @@ class Checkpointer:
             OSError: One could not be deleted.
         """
         self.wait()
-        return folder.remove_steps(self.directory, [s for s in self.steps() if s > step])
+        # The newest first: whenever it is cut off, what is left is a beginning of the run.
+        newer = [number for number in reversed(self.steps()) if number > step]
+        return folder.remove_steps(self.directory, newer)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest()

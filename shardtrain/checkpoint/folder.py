@@ -38,6 +38,10 @@ _STEP = re.compile(r"0|[1-9]\d*")
 _LEFTOVER = re.compile(rf"(0|[1-9]\d*)({re.escape(TEMPORARY)}|{re.escape(DELETING)})")
 
 
+class UnreadableError(CheckpointError):
+    """A step that may be whole and cannot be read here and now: it is not to be set aside."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
     """One stored array; the dtype of random keys is `key<threefry2x32>`, stored as their bits."""
@@ -161,7 +165,11 @@ def read_record(directory: Path, step: int) -> StepRecord:
         raise CheckpointError(
             f"step {step} is not there", where=str(directory), allowed=f"complete steps: {found}"
         )
-    return read_record_of(directory / str(step))
+    record = read_record_of(directory / str(step))
+    if record.step != step:
+        error = ValueError(f"it says that it is step {record.step}")
+        raise _damaged(directory / str(step) / RECORD, error)
+    return record
 
 
 def read_record_of(step: Path) -> StepRecord:
@@ -179,20 +187,21 @@ def read_record_of(step: Path) -> StepRecord:
     path = step / RECORD
     try:
         raw = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError("there is no step here", where=str(path)) from None
+    except OSError as error:  # no damage: a disk or a permission that may come back
+        raise UnreadableError(
+            "the record of this step cannot be read", where=str(path), value=str(error)
+        ) from error
+    try:
         document = json.loads(raw)
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']!r}")
-        version = int(document["format_version"])
-        if version == FORMAT_VERSION and (
-            document["sha256"] != _own_digest(document) or raw != _text(document).encode()
-        ):
-            raise ValueError("it is not as it was written")
-    except FileNotFoundError:
-        raise CheckpointError("there is no step here", where=str(path)) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        version = _whole(document, "format_version")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, error) from error
     if version > FORMAT_VERSION:
-        raise CheckpointError(
+        raise UnreadableError(
             "written by a newer shardtrain",
             where=str(path),
             value=f"format version {version}",
@@ -200,27 +209,47 @@ def read_record_of(step: Path) -> StepRecord:
             cure="install the newer version",
         )
     try:
-        leaves = {
-            name: LeafRecord(tuple(map(int, leaf["shape"])), leaf["dtype"], leaf.get("digest", ""))
-            for name, leaf in document["leaves"].items()
-        }
-        files = {
-            _inside(name): FileRecord(int(file["size"]), file["sha256"])
-            for name, file in document.get("files", {}).items()
-        }
-        return StepRecord(
-            step=document["step"],
-            leaves=leaves,
-            num_bytes=document["num_bytes"],
-            versions=document["versions"],
-            created=document["created"],
-            metadata=dict(document["metadata"]),
-            metric=document.get("metric"),
-            files=files,
-            format_version=version,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _record(document, raw, version)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path, error) from error
+
+
+def _record(document: Mapping[str, Any], raw: bytes, version: int) -> StepRecord:
+    """A record of what a file says; raises where it is not what a save writes."""
+    if version == FORMAT_VERSION:
+        if document["sha256"] != _own_digest(document) or raw != _text(document).encode():
+            raise ValueError("it is not as it was written")
+    elif version != 1 or document.keys() & {"sha256", "files"}:
+        raise ValueError("its version is not that of its content")
+    record = StepRecord(
+        step=_whole(document, "step"),
+        leaves={
+            str(name): LeafRecord(
+                tuple(map(int, leaf["shape"])), str(leaf["dtype"]), str(leaf.get("digest", ""))
+            )
+            for name, leaf in document["leaves"].items()
+        },
+        num_bytes=_whole(document, "num_bytes"),
+        versions=dict(document["versions"]),
+        created=str(document["created"]),
+        metadata=dict(document["metadata"]),
+        metric=None if document.get("metric") is None else float(document["metric"]),
+        files={
+            _inside(name): FileRecord(_whole(file, "size"), str(file["sha256"]))
+            for name, file in document.get("files", {}).items()
+        },
+        format_version=version,
+    )
+    if record.time.tzinfo is None:
+        raise ValueError("its time has no zone")
+    return record
+
+
+def _whole(document: Mapping[str, Any], key: str) -> int:
+    value = document[key]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key} is {value!r}")
+    return value
 
 
 def commit(temporary: Path, final: Path, record: StepRecord) -> None:
@@ -377,6 +406,7 @@ def remove_steps(directory: Path, steps: Sequence[int]) -> list[int]:
         doomed = directory / f"{step}{DELETING}"
         remove(doomed)
         (directory / str(step)).rename(doomed)
+        sync_directory(directory)
         remove(doomed)
     return list(steps)
 
@@ -440,6 +470,19 @@ def write_durably(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has a file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 

@@ -63,8 +63,10 @@ def pieces(leaf: jax.Array) -> Pieces:
             lambda: {s.device.id: np.asarray(s.data).reshape(2) for s in found.addressable_shards},
             counted,
         )
-    copies = {s.device.id: _piece(np.asarray(s.data), s.index, leaf.shape) for s in here}
-    return Pieces(lambda: copies, counted)
+    # Copied now, for the array may be given up, and read when it is asked for.
+    copies = [(s.device.id, np.array(s.data), s.index) for s in here]
+    shape = leaf.shape
+    return Pieces(lambda: {d: _piece(block, at, shape) for d, block, at in copies}, counted)
 
 
 @functools.lru_cache(maxsize=256)

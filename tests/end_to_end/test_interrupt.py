@@ -137,11 +137,11 @@ def test_sigterm_in_every_phase(  # O-46
     def terminate(owner: type, name: str) -> None:
         function = getattr(owner, name)
 
-        def terminated(*arguments: Any) -> Any:
+        def terminated(*arguments: Any, **keywords: Any) -> Any:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
-            return function(*arguments)
+            return function(*arguments, **keywords)
 
         patch.setattr(owner, name, terminated)
 

@@ -147,6 +147,31 @@ sys.exit(cli.main(["train", "tiny.toml", *sys.argv[1:]]))
     assert "process 1 was lost" in both.said(0)
 
 
+@pytest.mark.campaign
+def test_a_save_that_fails_in_one_process_fails_in_all(project: Path) -> None:
+    program = """
+import resource, signal, sys
+from shardtrain import cli
+from shardtrain.data.language import LanguageData
+from shardtrain.sharding.processes import processes
+digest = LanguageData.digest
+def full(self, cursor):
+    if cursor == 11 and processes().index == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+    return digest(self, cursor)
+LanguageData.digest = full
+sys.exit(cli.main(["train", "tiny.toml", *sys.argv[1:]]))
+"""
+    both = Crowd(project, 2, program=("-c", program))
+    assert both.finish() == [2, 2]
+    said = both.said(0) + both.said(1)
+    assert said.count("step 15 was not saved") == 1
+    assert "File too large" in said
+    assert Checkpointer(project / "run" / "checkpoints").newest_good() == 10
+    crowd(project, 2)
+
+
 def rows_so_far(folder: Path) -> list[object]:
     path = folder / "run" / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []
