@@ -71,7 +71,7 @@ def _facts(report: "Report") -> Table:
     counts = [f"{n} {word}" for name, word in _WORDS.items() if (n := report.happened[name])]
     newest = "none" if saves.newest is None else f"step {saves.newest:,}"
     now = f"{report.under_way}, last heard of {seconds(report.heard)} ago"
-    price = f"unknown ({report.device_hours:.3g} device hours): set targets.device_hour"
+    price = f"unknown, {report.device_hours:.3g} device hours"
     if report.cost is not None:
         price = f"{report.cost:,.2f} for {report.device_hours:.3g} device hours"
     for name, text in (

@@ -311,7 +311,7 @@ def test_it_fits_on_a_screen(
     assert max(map(len, lines)) <= 80
     assert f"{count} attempt" in lines[0]
     assert ("458 attempts before these" in told.out) == (count == 466)
-    assert "unknown (" in told.out, "no price"
+    assert "unknown, " in told.out, "no price"
 
 
 def test_a_price_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
