@@ -10,14 +10,16 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 
 from shardtrain import __version__
-from shardtrain.cli_flags import parse, parse_plain
+from shardtrain.cli_checkpoints import CheckpointsOptions, checkpoints_command
+from shardtrain.cli_flags import config_words, parse, parse_plain
+from shardtrain.cli_launch import SHORT, LaunchFlags, launch_command
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
@@ -276,6 +278,10 @@ class Command:
     options: type[Any]
     source: str
     handler: Callable[..., int]
+    passes_on: bool = False
+    """Whether the handler also gets the config's flags as they were written."""
+    short: Mapping[str, str] = field(default_factory=dict)
+    """Flags of one letter, and what they stand for."""
 
 
 COMMANDS = {
@@ -288,6 +294,8 @@ COMMANDS = {
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),
     "plan": Command(PlanFlags, "config", plan_command),
+    "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
+    "launch": Command(LaunchFlags, "config", launch_command, passes_on=True, short=SHORT),
     "schedule": Command(ScheduleOptions, "", schedule_command),
     "doctor": Command(Doctor, "", _doctor),
 }
@@ -356,14 +364,18 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     if not command.source:
         return command.handler(parse_plain(command.options, rest, command=name))
+    rest = [command.short.get(word, word) for word in rest]
     options, source, flags = parse(command.options, rest, command=name, source=command.source)
-    return command.handler(options, load_config(source, flags))
+    config = load_config(source, flags)
+    if command.passes_on:
+        return command.handler(options, config, config_words(command.options, rest))
+    return command.handler(options, config)
 
 
 def _overview() -> str:
     lines = ["usage: shardtrain COMMAND [OPTIONS]", "", "One sharded trainer in JAX.", ""]
     lines += [
-        f"  {name:9} {(command.options.__doc__ or '').splitlines()[0]}"
+        f"  {name:11} {(command.options.__doc__ or '').splitlines()[0]}"
         for name, command in COMMANDS.items()
     ]
     lines += ["", "`shardtrain COMMAND --help` has the options; every key of a config is one."]

@@ -107,6 +107,25 @@ def parse(
     return found.options, getattr(found.options, source), values
 
 
+def config_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
+    """Return the flags of the config, so that another command line can have them.
+
+    Args:
+        kind: The command's options, a dataclass.
+        arguments: The command line after the command.
+
+    Returns:
+        Those words that are flags of config keys, with their values.
+    """
+    words: list[str] = []
+    for flag, values in scan(arguments, _arity(kind)).values.items():
+        if "." not in flag:
+            continue
+        one = len(values) == 1 and values[0].startswith("-")
+        words += [f"--{flag}={values[0]}"] if one else [f"--{flag}", *values]
+    return words
+
+
 def parse_plain(kind: type[Options], arguments: Sequence[str], *, command: str) -> Options:
     """Read the command line of a command without a config.
 
@@ -185,6 +204,7 @@ def _arity(kind: type) -> dict[str, int | None]:
     arity: dict[str, int | None] = {"help": 0}
     hints = get_type_hints(kind)
     arity |= {name: 0 for name, hint in hints.items() if hint is bool}
+    arity |= {name: None for name, hint in hints.items() if get_origin(hint) is tuple}
     for section, part in SECTIONS.items():
         for key, field in part.model_fields.items():
             if get_origin(field.annotation) in (dict, list):

@@ -43,7 +43,7 @@ def restore_newest(config: RunConfig, program: Program) -> TrainState:
                 cure="train it first (`shardtrain train`); an interrupted run saves as it stops",
             )
         wanted = program.abstract_saved.replace(opt_state=())
-        state: TrainState = checkpoints.restore(step, wanted, subset=True)
+        state: TrainState = checkpoints.restore(step, wanted, subset=True, missing={"skipped": 0})
     return program.from_saved(state)
 
 

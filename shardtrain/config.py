@@ -25,6 +25,7 @@ from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import PipelineConfig, TrainConfig
 from shardtrain.tasks.config import LanguageModelConfig
+from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
     EvalConfig,
     GuardConfig,
@@ -237,8 +238,12 @@ def _time_faults(config: RunConfig) -> list[ConfigError]:
 
 
 def _choice_faults(config: RunConfig) -> list[ConfigError]:
-    faults = []
+    faults: list[ConfigError] = []
     data, model, precision = config.data, config.model, config.train.precision
+    try:
+        parse_chaos(config.run.chaos, config.run.seed)
+    except ConfigError as fault:
+        faults.append(fault)
     if data.tokenizer not in TOKENIZERS and not data.tokenizer.endswith(".json"):
         near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
         faults.append(

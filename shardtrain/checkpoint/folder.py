@@ -103,7 +103,7 @@ class StepRecord:
             "files": {name: dataclasses.asdict(file) for name, file in self.files.items()},
         }
         document["sha256"] = _own_digest(document)
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+        return _text(document)
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -156,19 +156,39 @@ def read_record(directory: Path, step: int) -> StepRecord:
     Raises:
         CheckpointError: There is no such step, or its record is damaged or of a newer format.
     """
-    path = directory / str(step) / RECORD
-    try:
-        document = json.loads(path.read_bytes())
-        if document["format"] != FORMAT:
-            raise ValueError(f"its format is {document['format']!r}")
-        version = int(document["format_version"])
-        if version == FORMAT_VERSION and document["sha256"] != _own_digest(document):
-            raise ValueError("it is not as it was written")
-    except FileNotFoundError:
+    if not (directory / str(step) / RECORD).exists():
         found = ", ".join(map(str, complete_steps(directory))) or "none"
         raise CheckpointError(
             f"step {step} is not there", where=str(directory), allowed=f"complete steps: {found}"
-        ) from None
+        )
+    return read_record_of(directory / str(step))
+
+
+def read_record_of(step: Path) -> StepRecord:
+    """Read what a step says about itself, wherever its folder is.
+
+    Args:
+        step: The folder.
+
+    Returns:
+        The record.
+
+    Raises:
+        CheckpointError: There is no record, or it is damaged or of a newer format.
+    """
+    path = step / RECORD
+    try:
+        raw = path.read_bytes()
+        document = json.loads(raw)
+        if document["format"] != FORMAT:
+            raise ValueError(f"its format is {document['format']!r}")
+        version = int(document["format_version"])
+        if version == FORMAT_VERSION and (
+            document["sha256"] != _own_digest(document) or raw != _text(document).encode()
+        ):
+            raise ValueError("it is not as it was written")
+    except FileNotFoundError:
+        raise CheckpointError("there is no step here", where=str(path)) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, error) from error
     if version > FORMAT_VERSION:
@@ -320,6 +340,10 @@ def set_aside(directory: Path, step: int) -> Path:
     (directory / str(step)).rename(target)
     sync_directory(directory)
     return target
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def _own_digest(document: Mapping[str, Any]) -> str:

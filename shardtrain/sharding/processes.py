@@ -5,7 +5,8 @@ and write, barriers. Does not own: what is agreed on, and who watches whom (`sha
 Importing this file never imports jax.
 
 A process finds its peers in its environment: `SHARDTRAIN_COORDINATOR`, `SHARDTRAIN_PROCESSES` and
-`SHARDTRAIN_PROCESS` (set by our own launchers), or what Slurm and Open MPI set for their tasks.
+`SHARDTRAIN_PROCESS` (set by our own launchers), or what Slurm and Open MPI set for their tasks. The
+coordinator alone may be named too, where an engine has numbered the processes.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, Protocol
 
 from shardtrain.errors import ConfigError
@@ -22,6 +23,11 @@ from shardtrain.errors import ConfigError
 COORDINATOR: Final = "SHARDTRAIN_COORDINATOR"
 PROCESSES: Final = "SHARDTRAIN_PROCESSES"
 PROCESS: Final = "SHARDTRAIN_PROCESS"
+_ENGINES: Final = (
+    ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("ompi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+"""jax's name of an engine, and where it writes a process's number and how many there are."""
 START_SECONDS: Final = 300
 """How long processes wait for each other at the start."""
 _LEAVE_SECONDS: Final = 3.0
@@ -220,14 +226,21 @@ def find_peers(environ: Mapping[str, str] = os.environ) -> Peers | None:
     Raises:
         ConfigError: Only some of our variables are there, or one is no number.
     """
+    numbered = _numbered(environ)
+    if COORDINATOR in environ and PROCESSES not in environ and PROCESS not in environ:
+        if numbered is not None:
+            return _several(replace(numbered, coordinator=environ[COORDINATOR], method=""))
+        return _named(environ)
     if any(name in environ for name in (COORDINATOR, PROCESSES, PROCESS)):
         return _named(environ)
-    if _number(environ, "SLURM_STEP_NUM_TASKS") > 1 and "SLURM_PROCID" in environ:
-        count = _number(environ, "SLURM_STEP_NUM_TASKS")
-        return _several(Peers(_number(environ, "SLURM_PROCID"), count, "", "slurm"))
-    if _number(environ, "OMPI_COMM_WORLD_SIZE") > 1:
-        count = _number(environ, "OMPI_COMM_WORLD_SIZE")
-        return _several(Peers(_number(environ, "OMPI_COMM_WORLD_RANK"), count, "", "ompi"))
+    return None if numbered is None else _several(numbered)
+
+
+def _numbered(environ: Mapping[str, str]) -> Peers | None:
+    """What an engine that starts processes says of them, without their coordinator."""
+    for method, index, count in _ENGINES:
+        if index in environ and _number(environ, count):
+            return Peers(_number(environ, index), _number(environ, count), "", method)
     return None
 
 
@@ -282,7 +295,8 @@ def join(peers: Peers) -> Processes:
             coordinator_address=peers.coordinator or None,
             num_processes=peers.count if peers.coordinator else None,
             process_id=peers.index if peers.coordinator else None,
-            cluster_detection_method=peers.method or None,
+            # else jax takes one GPU a process, by its number, wherever it sees Slurm or Open MPI
+            cluster_detection_method=peers.method or "deactivate",
             initialization_timeout=START_SECONDS,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )

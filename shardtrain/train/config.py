@@ -8,9 +8,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardtrain.errors import UserError
-from shardtrain.train.chaos_words import parse_chaos
-
 _SECTION = ConfigDict(
     frozen=True,
     extra="forbid",
@@ -53,15 +50,6 @@ class RunSection(BaseModel):
     def _is_a_time(cls, value: str) -> str:
         if value and re.fullmatch(r"\d+:[0-5]\d(:[0-5]\d)?", value) is None:
             raise ValueError('must be hours:minutes[:seconds], such as "3:45", or ""')
-        return value
-
-    @field_validator("chaos")
-    @classmethod
-    def _are_faults(cls, value: str) -> str:
-        try:
-            parse_chaos(value, 0)
-        except UserError as error:
-            raise ValueError(f"has {error.value}; allowed: {error.allowed}") from None
         return value
 
 

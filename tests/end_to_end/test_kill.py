@@ -1,12 +1,14 @@
 """Killed at any moment and started again, a run is the run that was never killed."""
 
+import os
 import random
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import LAST, Job, assert_curves, entries, events, last_step, rows, run
+from crowds import Crowd
+from jobs import LAST, Job, assert_curves, entries, events, last_step, rows, run, write_project
 
 from shardtrain import cli
 from shardtrain.checkpoint import folder as checkpoint_folder
@@ -61,9 +63,11 @@ def kill_at(folder: Path, moment: str, chance: random.Random, life: float) -> st
     return f"{moment}: step {last_step(folder)}{', saving ' + saving[0] if saving else ''}"
 
 
-def test_three_kills(project: Path, straight: Path) -> None:
+def test_ten_kills(project: Path, straight: Path) -> None:
     chance = random.Random(3)
-    for moment in ("compile", "save", "step"):
+    for moment in ("compile", "anywhere", "save", "step", "anywhere", "save", "step", "compile"):
+        kill_at(project, moment, chance, 2.0)
+    for moment in ("save", "step"):
         assert kill_at(project, moment, chance, 0.0)
     said = run(project)
     assert "goes on from step" in said
@@ -99,27 +103,57 @@ def test_a_save_that_fails_ends_the_run_and_costs_nothing_else(  # O-32
     assert_same_run(project, straight)
 
 
+def kill_several(folder: Path, count: int, chance: random.Random, life: float) -> str:
+    """The same with several processes, of which one or all are killed."""
+    moment = chance.choice(("anywhere", "anywhere", "save", "step"))
+    job = Crowd(folder, count)
+    if moment == "anywhere":
+        time.sleep(chance.uniform(0, life))
+    else:
+        done = last_step(folder)
+        wanted = chance.randint(min(done + 2, LAST - 3), LAST - 3)
+        while job.alive() and last_step(folder) < wanted:
+            time.sleep(0.002)
+        checkpoints = folder / "run" / "checkpoints"
+        while moment == "save" and job.alive() and not any(checkpoints.glob(f"*{TEMPORARY}")):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))
+    killed = job.alive()
+    if chance.random() < 0.1:  # the other one finds out by itself
+        job.processes[chance.randrange(count)].kill()
+        job.finish(60)
+    job.kill()
+    return f"{moment}: step {last_step(folder)}, {count} processes" if killed else ""
+
+
 @pytest.mark.campaign
-def test_twenty_kills(project: Path, straight: Path) -> None:
-    chance = random.Random()
-    begun = time.monotonic()
-    seed = time.time_ns()
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_hundred_kills(project: Path, straight: Path, count: int) -> None:
+    """A hundred kills with one process, and a hundred with two; KILLS says how many else."""
+    total, chance, seed = int(os.environ.get("KILLS", "100")), random.Random(), time.time_ns()
     chance.seed(seed)
+    begun = time.monotonic()
+    if count > 1:  # several processes add up in another order than one
+        straight = write_project(project / "straight")
+        assert Crowd(straight, count).finish() == [0] * count
     moments = ("anywhere", "anywhere", "compile", "save", "save", "step")
     kills: list[str] = []
     runs = 0
-    while len(kills) < 20:
+    while len(kills) < total:
         runs += 1
-        folder = project / str(runs)
-        folder.mkdir()
-        for name in ("my.txt", "tiny.toml"):
-            (folder / name).symlink_to(project / name)
-        while len(kills) < 20:
-            where = kill_at(folder, chance.choice(moments), chance, 6.0)
+        folder = write_project(project / str(runs))
+        while len(kills) < total:
+            if count == 1:
+                where = kill_at(folder, chance.choice(moments), chance, 6.0)
+            else:
+                where = kill_several(folder, count, chance, 9.0)
             if not where:
                 break
             kills.append(where)
-        run(folder)
+        if count == 1:
+            run(folder)
+        else:
+            assert set(Crowd(folder, count).finish()) == {0}
         assert_same_run(folder, straight)
     print(f"\n{len(kills)} kills in {runs} runs, {time.monotonic() - begun:.0f} s, seed {seed}")
     print("\n".join(kills))
