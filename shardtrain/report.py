@@ -61,6 +61,8 @@ class Saves:
     count: int
     bytes: int
     """Of all of them together."""
+    took: float | None
+    """Seconds from its beginning until one is complete, the median."""
     blocked: float
     """Seconds that the loop was held up."""
     blocked_share: float
@@ -84,6 +86,8 @@ class Report:
     tokens_per_second: float | None
     """The median over the updates."""
     mfu: float | None
+    step_time: float | None
+    """Seconds of an update, the median too."""
     under_way: str
     """Who is running it; "" for nobody."""
     heard: float
@@ -161,6 +165,7 @@ def make_report(config: RunConfig) -> Report:
         val_loss=_last(rows, "val_loss"),
         tokens_per_second=_median(rows, "tokens_per_second"),
         mfu=_median(rows, "mfu"),
+        step_time=_median(rows, "step_time"),
         under_way=who if _end_of(spent[-1]) is None else "",
         heard=max(0.0, time.time() - spent[-1].last),
         goodput=summed.share,
@@ -212,6 +217,7 @@ def _saves(lines: Iterable[Row], summed: Goodput, folder: Path) -> Saves:
     return Saves(
         count=len(saves),
         bytes=sum(line["bytes"] for line in saves),
+        took=_median(saves, "took"),
         blocked=blocked,
         blocked_share=blocked / summed.elapsed if summed.elapsed else 0.0,
         newest=max(complete_steps(checkpoints_in(folder)), default=None),

@@ -69,6 +69,8 @@ def _facts(report: "Report") -> Table:
     speed = "-" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}"
     mfu = "" if report.mfu is None else f", mfu {report.mfu:.1%}"
     counts = [f"{n} {word}" for name, word in _WORDS.items() if (n := report.happened[name])]
+    steps = "-" if report.step_time is None else f"{report.step_time:.3g} s a step"
+    took = "" if saves.took is None else f", each {saves.took:.1f} s"
     newest = "none" if saves.newest is None else f"step {saves.newest:,}"
     now = f"{report.under_way}, last heard of {seconds(report.heard)} ago"
     price = f"unknown, {report.device_hours:.3g} device hours"
@@ -76,8 +78,9 @@ def _facts(report: "Report") -> Table:
         price = f"{report.cost:,.2f} for {report.device_hours:.3g} device hours"
     for name, text in (
         ("loss", f"{_number(report.loss)}, validation {_number(report.val_loss)}"),
-        ("tokens/s", f"{speed}{mfu} (medians)"),
-        ("saves", f"{saves.count}, {human_bytes(saves.bytes)}; newest: {newest}"),
+        ("tokens/s", f"{speed}{mfu}, {steps} (medians)"),
+        ("saves", f"{saves.count}{took}, {human_bytes(saves.bytes)}"),
+        ("newest", newest),
         ("blocked", f"{seconds(saves.blocked)} by saves, {saves.blocked_share:.2%}"),
         ("events", ", ".join(counts) or "none"),
         ("cost", price),

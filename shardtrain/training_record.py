@@ -134,7 +134,8 @@ class Record:
         for observer in self._observers:
             observer.event(name, step, values)
         if self._timeline is not None:
-            told = {k: v for k, v in values.items() if k != "text"}
+            # a line's own `seconds` are those of the phases
+            told = {"took" if k == "seconds" else k: v for k, v in values.items() if k != "text"}
             self._timeline.write(name, at=step, **told)
 
     def flush(self) -> None:

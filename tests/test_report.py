@@ -254,7 +254,7 @@ def test_ends_costs_and_what_happened(tmp_path: Path) -> None:
     clock = Clock().attempt(0, 4).line(event="compile", at=0, cached=False)
     clock.spend("step", 2, 1).line(event="first_step", at=1).spend("step", 8, 5)
     clock.line(event="skip", at=5, cursor=5, reason="the loss is nan")
-    clock.line(event="save", at=4, bytes=1000, blocked=0.5)
+    clock.line(event="save", at=4, bytes=1000, blocked=0.5, took=1.5)
     clock.wait(1).attempt(4, 3).line(event="compile", at=4, cached=True)
     clock.line(event="skip", at=5, cursor=5, reason="the loss is nan")  # seen once more
     clock.line(event="drift", at=5, reason="slow").line(event="target", at=5, reason="mfu")
@@ -277,6 +277,7 @@ def test_ends_costs_and_what_happened(tmp_path: Path) -> None:
     assert (found.done, found.steps, found.loss, found.val_loss) == (5, 30, 4.5, None)
     assert (found.tokens_per_second, found.mfu) == (300.0, None)
     assert (found.saves.count, found.saves.bytes, found.saves.newest) == (1, 1000, 4)
+    assert found.saves.took == 1.5
     hours = 8 * (14 + 3 + 3 + 8) / 3600  # not the second between two attempts
     assert found.device_hours == pytest.approx(hours)
     assert found.cost == pytest.approx(3 * hours)
@@ -410,6 +411,8 @@ def test_a_run_that_is_killed_twice(
     for one in found["attempts"]:
         assert 0 < one["first_step"] <= one["seconds"]
     assert (found["done"], found["saves"]["newest"]) == (30, 30)
+    assert 0 < found["step_time"] < 10
+    assert 0 < found["saves"]["took"] < 10
     (stop,) = read_events(tmp_path / "run" / "metrics.jsonl")[-1:]
     assert stop["event"] == "stop"
     assert stop["goodput"] == pytest.approx(found["goodput"], abs=0.01)
