@@ -112,6 +112,16 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Say where a run's time went, how its attempts ended and what it cost."""
+
+    run: RunSource
+    """A run folder, or the config of one."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+@dataclass(frozen=True)
 class Show:
     """Print a config with every key resolved, or where each parameter rests."""
 
@@ -208,6 +218,12 @@ def _evaluate(options: Evaluate, config: RunConfig) -> int:
     return eval_command(config, json=options.json)
 
 
+def _report(options: Report, config: RunConfig) -> int:
+    from shardtrain.report import report_command
+
+    return report_command(config, json=options.json)
+
+
 def _show(options: Show, config: RunConfig) -> int:
     if options.placement:
         prepare_devices(config.run.cpu_devices)
@@ -274,6 +290,7 @@ COMMANDS = {
     "prepare": Command(Prepare, "", _prepare),
     "generate": Command(Generate, "run", _generate),
     "eval": Command(Evaluate, "run", _evaluate),
+    "report": Command(Report, "run", _report),
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),
     "plan": Command(PlanFlags, "config", plan_command),

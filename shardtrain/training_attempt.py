@@ -43,7 +43,7 @@ from shardtrain.train.flops import utilisation
 from shardtrain.train.guard import Guard, Update, Verdict
 from shardtrain.train.interrupt import EXIT_CODES, Interrupt
 from shardtrain.train.loop import Cadence, CompiledStep, Ending, Loop, Observer, Observers
-from shardtrain.train.machine import warnings
+from shardtrain.train.machine import CacheUse, warnings
 from shardtrain.train.metrics import plain
 from shardtrain.train.pace import Pace, Targets
 from shardtrain.train.phases import Phases
@@ -187,7 +187,7 @@ class Attempt:
                         break
                     seen = max(seen, ending.verdict.update.step - 1)
                     state = self._roll_back(ending, observer, record, guard, seen)
-            return ending.state, self._end(observer, ending)
+            return ending.state, self._end(observer, record, ending)
 
     def _watchers(self, record: Record) -> list[Observer]:
         """Who looks back at each window of updates."""
@@ -234,10 +234,13 @@ class Attempt:
         self.phases.enter("compile", first)
         begun = time.perf_counter()
         layout = batch_layout(run.data, run.program.layout.microbatches, run.place)
-        step: CompiledStep = run.program.compile_step(layout.arrays)
+        with CacheUse() as cache:
+            step: CompiledStep = run.program.compile_step(layout.arrays)
         seconds = time.perf_counter() - begun
         self.phases.enter("start")
-        observer.event("compile", first, {"seconds": seconds, **_device_bytes(step)})
+        observer.event(
+            "compile", first, {"seconds": seconds, "cached": cache.all, **_device_bytes(step)}
+        )
         if run.config.train.audit:
             self.screen.say(check_step(run.config, run.program, run.info.vocab_size, step))
         every = run.config.guard.rerun_every
@@ -413,6 +416,7 @@ class Attempt:
         if self.peers.index == 0:
             self.checkpoints.drop_after(step)
         self.peers.barrier(f"rolled back {self._rollbacks}", _PATIENCE)
+        self.phases.enter("restore", step)  # from here on the clock's steps are those of now
         record.go_back(step, seen)
         guard.forget()
         values = {**verdict.values(), "from": update.step, "cursor": cursor, "left_out": left_out}
@@ -444,7 +448,7 @@ class Attempt:
 
     # -- the end
 
-    def _end(self, observer: Observer, ending: Ending) -> int:
+    def _end(self, observer: Observer, record: Record, ending: Ending) -> int:
         """Waits for the last save and says how it ended."""
         self.phases.enter("end")
         self.checkpoints.wait()
@@ -452,7 +456,8 @@ class Attempt:
         done, request = int(ending.state.step), ending.request
         steps = self.run.config.run.steps
         if request is not None:
-            observer.event("stop", done, {"reason": request.reason, "code": request.code})
+            told = {"reason": request.reason, "code": request.code, **record.goodput()}
+            observer.event("stop", done, told)
             what = f"saved at step {done}" if done else "nothing was done yet"
             self.screen.say(
                 f"{'stopped' if request.code == EXIT_POLICY else 'interrupted'}, {what}; "
@@ -461,7 +466,8 @@ class Attempt:
             )
             return request.code
         self._sample(observer, ending.state)
-        observer.event("stop", done, {"reason": "done" if done == steps else "run.stop_at"})
+        reason = "done" if done == steps else "run.stop_at"
+        observer.event("stop", done, {"reason": reason, "code": 0, **record.goodput()})
         more = "" if done == steps else f" {done} of {steps} updates, as run.stop_at says:"
         self.screen.say(f"done:{more} {self.directory.path}")
         return 0

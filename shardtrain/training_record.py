@@ -6,12 +6,14 @@ files' forms (`shardtrain.train`), and what is told.
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from shardtrain.config import RunConfig
+from shardtrain.errors import PeerEndError, UserError
 from shardtrain.sharding.processes import Processes
+from shardtrain.train.goodput import attempts, goodput
 from shardtrain.train.loop import Observer
 from shardtrain.train.metrics import MetricsFile, read_events, read_rows
 from shardtrain.train.phases import Phases, Timeline, read_timeline
@@ -47,11 +49,14 @@ class Record:
         self._timeline: Timeline | None = None
         self._trackers: Trackers | None = None
         self._earlier = 0.0
+        self._first = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if self._timeline is not None and error is not None:
+            self._tell_failure(self._timeline, error)
         if self._trackers is not None:
             self._trackers.close()
         self._stack.close()
@@ -120,19 +125,39 @@ class Record:
         """Writes the numbers of an update."""
         for observer in self._observers:
             observer.row(step, values)
+        if self._first and self._timeline is not None:
+            self._timeline.write("first_step", at=step)
+        self._first = False
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         """Writes something that happened."""
         for observer in self._observers:
             observer.event(name, step, values)
         if self._timeline is not None:
-            told = {k: v for k, v in values.items() if k != "text"}
+            # a line's own `seconds` are those of the phases
+            told = {"took" if k == "seconds" else k: v for k, v in values.items() if k != "text"}
             self._timeline.write(name, at=step, **told)
 
     def flush(self) -> None:
         """Puts what was told on the disk."""
         for observer in self._observers:
             observer.flush()
+
+    def goodput(self) -> dict[str, float]:
+        """The productive part of the run's time so far, as an event has it; process 0 knows it."""
+        if self._timeline is None:
+            return {}
+        self._timeline.write("")
+        found = goodput(attempts(read_timeline(self._directory.timeline)))
+        return {"goodput": round(found.share, 4)}
+
+    @staticmethod
+    def _tell_failure(timeline: Timeline, error: BaseException) -> None:
+        """Writes down that the attempt ended by an error; the error itself is told elsewhere."""
+        words = str(error).partition("\n")[0] or type(error).__name__
+        code = error.exit_code if isinstance(error, UserError | PeerEndError) else None
+        with suppress(OSError):  # it may be that the disk is full
+            timeline.write("failed", reason=words, code=code)
 
     def seconds(self) -> float:
         """How long all attempts have taken together, without the time between them."""

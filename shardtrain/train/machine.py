@@ -1,7 +1,8 @@
 """The machine that a run finds itself on, as far as it costs speed and the user can change it.
 
 Owns: which allocator serves this process, and the words for it and for accelerators that jax does
-not use. Does not own: what is done about it; nothing here changes anything.
+not use; whether the compile cache was of use. Does not own: what is done about it; nothing here
+changes anything.
 """
 
 import glob
@@ -26,6 +27,29 @@ _CURES = {
     "AMD": "install jax for ROCm",
     "TPU": "pip install 'jax[tpu]'",
 }
+
+
+class CacheUse:
+    """Whether programs come from jax's compile cache while this is open; a context manager."""
+
+    def __init__(self) -> None:
+        self._hits, self._misses = 0, 0
+
+    def __enter__(self) -> "CacheUse":
+        jax.monitoring.register_event_listener(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_listener(self._count)
+
+    @property
+    def all(self) -> bool:
+        """Whether there was a program, and none had to be compiled."""
+        return self._hits > 0 and self._misses == 0
+
+    def _count(self, event: str, **_: str | int) -> None:
+        self._hits += event == "/jax/compilation_cache/cache_hits"
+        self._misses += event == "/jax/compilation_cache/cache_misses"
 
 
 def warnings() -> list[str]:

@@ -8,6 +8,7 @@ wall, the attempt, the step and the seconds that each phase has taken in this at
 time of a process is in some phase, so the seconds of a line add up to the age of its attempt.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from shardtrain.train.metrics import plain
 
 PHASES: Final = (
     "start", "compile", "restore", "data", "host", "step", "replay", "eval", "save", "idle", "end",
@@ -96,10 +99,15 @@ class Phases:
 
 
 class Timeline:
-    """Writes the timeline of one attempt: a line now and then, and one for every event."""
+    """Writes the timeline of one attempt: a line now and then, and one for every event.
+
+    Its thread writes one too where a phase lasts, such as a compilation that is killed.
+    """
 
     EVERY = 1.0
-    """Seconds between two lines, and so the most that a killed attempt leaves untold."""
+    """Seconds between two lines, and so about the most that a killed attempt leaves untold."""
+    PART = 1e-3
+    """Part of the attempt's age that they are apart at least, so that the file stays small."""
 
     def __init__(self, path: Path, phases: Phases, **start: Any) -> None:
         """Begin an attempt.
@@ -116,11 +124,16 @@ class Timeline:
         if torn:
             self._file.write(b"\n")
         self._last = float("-inf")
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="timeline", daemon=True)
         self.write("start", **start)
+        self._thread.start()
 
     def tick(self, now: Now) -> None:
         """Write a line if it is time."""
-        if time.monotonic() - self._last >= self.EVERY:
+        moment = time.monotonic()
+        if moment - self._last >= max(self.EVERY, self.PART * (moment - self._phases.begun)):
             self.write("", step=now.step)
 
     def write(self, event: str, **values: Any) -> None:
@@ -130,15 +143,24 @@ class Timeline:
             event: What happened; "" = nothing but that time has passed.
             values: What belongs to it.
         """
-        self._last = time.monotonic()
-        seconds = {name: round(value, 4) for name, value in self._phases.seconds().items()}
-        line = {"time": time.time(), "attempt": self.attempt, **({"event": event} if event else {})}
-        line |= {"step": self._phases.now.step, **values, "seconds": seconds}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        with self._lock:  # or a line could be older than the one before it
+            self._last = time.monotonic()
+            seconds = {name: round(value, 4) for name, value in self._phases.seconds().items()}
+            line: dict[str, Any] = {"time": time.time(), "attempt": self.attempt}
+            line |= {"event": event} if event else {}
+            line |= {"step": self._phases.now.step, **values, "seconds": seconds}
+            self._file.write(json.dumps(plain(line), allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
+        self._end.set()
+        self._thread.join()
         self._file.close()
+
+    def _beat(self) -> None:
+        while not self._end.wait(self.EVERY):
+            with contextlib.suppress(OSError):  # a full disk is told by those who need it
+                self.tick(self._phases.now)
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:

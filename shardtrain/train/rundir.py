@@ -53,6 +53,19 @@ def checkpoints_in(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
+def holder(run_dir: str | Path) -> str:
+    """Who runs in a folder, as far as its lock tells.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        Process and machine; "" for nobody. A process on another machine counts as alive.
+    """
+    path = Path(run_dir) / LOCK
+    return _holder_text(path) if _holder_lives(path) else ""
+
+
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Compare two configs key by key.
 
