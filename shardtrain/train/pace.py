@@ -20,7 +20,7 @@ from shardtrain.train.phases import Phases
 
 _SLOW: Final = 0.1
 """Part of a step that a process's own time may be above the others'."""
-_FALL: Final = 1.25
+_FALL: Final = 1.3
 """How much longer than before a step may take."""
 _PAST: Final = 3
 """Windows before something is drift."""

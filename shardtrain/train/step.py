@@ -1,6 +1,5 @@
 """The train step: one pure function, with no branch on any feature."""
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
 GradientFn = Callable[[PyTree, Batch, jax.Array], tuple[Metrics, PyTree]]
+_NO_LIMIT = 2**31 - 1
 
 
 def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
@@ -77,7 +77,7 @@ def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> 
     return whole
 
 
-def make_step(gradients: GradientFn, optimizer: Optimizer, skip_limit: float = math.inf) -> Step:
+def make_step(gradients: GradientFn, optimizer: Optimizer, skip_limit: int = _NO_LIMIT) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
 
     A batch whose loss or gradient is no finite number moves the cursor and nothing else: not

@@ -74,7 +74,7 @@ def test_all_stop_after_the_same_step(count: int, who: int) -> None:
     assert 0 < step < STEPS
 
 
-def test_saves_and_then_a_stop() -> None:
+def test_saves_and_then_a_stop() -> None:  # O-36: who asks by the clock is one process
     save = Request("save")
     found = run(3, [(0, 0.05, save), (0, 0.1, save), (2, 0.1, STOP)])
     assert all(f == found[0] for f in found)
