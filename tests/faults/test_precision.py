@@ -30,7 +30,9 @@ def test_o14_dtypes_survive_an_update() -> None:
     assert inside == {"float32", "int32"}
     state, metrics = jax.eval_shape(of.step, of.abstract_state, put(of, text()))
     assert dtypes(state) == want
-    assert set(dtypes(metrics).values()) == {"float32"}
+    kinds = dtypes(metrics)
+    assert {kinds.pop(name) for name in ("moved", "finite")} == {"bool"}
+    assert set(kinds.values()) == {"float32"}
 
 
 class Entry(nnx.Module):
