@@ -22,7 +22,7 @@ from shardtrain.cli_flags import config_words, parse, parse_plain
 from shardtrain.cli_launch import SHORT, LaunchFlags, launch_command
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
-from shardtrain.config import RunConfig, load_config, resolve_mesh, to_template, to_toml
+from shardtrain.config import RunConfig, load_config, to_template, to_toml
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import (
     EXIT_FAULT_OF_OURS,
@@ -32,7 +32,8 @@ from shardtrain.errors import (
     PeerEndError,
     UserError,
 )
-from shardtrain.sharding.devices import expected_devices, prepare_devices
+from shardtrain.launch_job import check_devices
+from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.processes import find_peers, join, leave
 from shardtrain.train.interrupt import leave_on_termination
 
@@ -157,8 +158,7 @@ class Doctor:
     """Print JSON and nothing else."""
 
 
-def _train(options: Train, config: RunConfig) -> int:
-    del options
+def _train(_options: Train, config: RunConfig) -> int:
     with leave_on_termination():
         peers = find_peers()
         _devices(config, 1 if peers is None else peers.count)
@@ -254,18 +254,9 @@ def _doctor(options: Doctor) -> int:
 
 def _devices(config: RunConfig, processes: int = 1) -> None:
     """Check the mesh while jax is not imported, as far as that goes, and ask for CPU devices."""
-    cpu_devices = config.run.cpu_devices
-    if cpu_devices % processes:
-        raise ConfigError(
-            f"these devices do not divide by the {processes} processes of this run",
-            where=f"run.cpu_devices={cpu_devices}",
-            allowed=f"a multiple of {processes}, or 0",
-        )
-    expected = expected_devices(cpu_devices // processes)
-    if expected is not None:
-        resolve_mesh(config, expected * processes)
+    check_devices(config, processes)
     prepare_devices(
-        cpu_devices // processes,
+        config.run.cpu_devices // processes,
         deterministic=config.run.deterministic,
         overlap=config.train.overlap,
     )

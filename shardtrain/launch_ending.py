@@ -14,31 +14,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-LOST: Final = 76
+from shardtrain.errors import (
+    EXIT_FAULT_OF_OURS,
+    EXIT_HUNG,
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    EXIT_POLICY,
+    EXIT_PREEMPTED,
+    EXIT_WRONG_INPUT,
+)
+from shardtrain.train.interrupt import EXIT_CODES
+
+LOST: Final = EXIT_PEER_LOST
 ABORTED: Final = 134
-AGAIN: Final = (LOST, 124)
+AGAIN: Final = (LOST, EXIT_HUNG)
 """Ends after which the same run may be started again at once: nobody asked it to stop."""
 RESTARTS: Final = 10
 """How often engines other than the local one start again where nobody says it."""
-AGREED: Final = (3, 75, 130)
+AGREED: Final = (EXIT_POLICY, EXIT_PREEMPTED, EXIT_INTERRUPTED)
 """Ends that all processes come to together, each in its own time: they may have a save to end."""
-SIGNAL_CODES: Final = {
-    signal.SIGINT: 130,
-    signal.SIGTERM: 75,
-    signal.SIGUSR1: 75,
-    signal.SIGHUP: 75,
-}
+SIGNAL_CODES: Final = {**EXIT_CODES, signal.SIGHUP: EXIT_PREEMPTED}
 """What the launch ends with when nothing was under way that could be saved."""
 _MEANINGS: Final = {
     0: "done",
-    2: "the input is wrong",
-    3: "stopped by policy",
-    70: "a fault of ours",
-    75: "preempted and saved",
-    76: "a peer was lost",
-    124: "hung",
-    130: "interrupted and saved",
-    134: "aborted by jax",
+    EXIT_WRONG_INPUT: "the input is wrong",
+    EXIT_POLICY: "stopped by policy",
+    EXIT_FAULT_OF_OURS: "a fault of ours",
+    EXIT_PREEMPTED: "preempted and saved",
+    LOST: "a peer was lost",
+    EXIT_HUNG: "hung",
+    EXIT_INTERRUPTED: "interrupted and saved",
+    ABORTED: "aborted by jax",
 }
 
 
@@ -95,12 +101,12 @@ def one_code(ended: Sequence[Ended]) -> int:
     """
     codes = [_own(end) for end in ended if not end.forced]
     for code in codes:
-        if code not in (0, 75, 130, LOST, ABORTED, None):
+        if code not in (0, EXIT_PREEMPTED, EXIT_INTERRUPTED, LOST, ABORTED, None):
             return code
     if None in codes:
         return LOST
     for code in codes:
-        if code in (75, 130):
+        if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
             return code
     return LOST if any(codes) else 0
 

@@ -5,6 +5,7 @@ files' forms (`shardtrain.train`), and what is told.
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from shardtrain.errors import PeerEndError, UserError
 from shardtrain.sharding.processes import Processes
 from shardtrain.train.goodput import attempts, goodput
 from shardtrain.train.loop import Observer
-from shardtrain.train.metrics import MetricsFile, read_events, read_rows
+from shardtrain.train.metrics import MetricsFile, read_entries
 from shardtrain.train.phases import Phases, Timeline, read_timeline
 from shardtrain.train.rundir import RunDirectory
 from shardtrain.train.trackers import Trackers, make_trackers
@@ -72,7 +73,6 @@ class Record:
             The same in every process.
         """
         if self._writes:
-            self._earlier = age_of_attempts(read_timeline(self._directory.timeline))
             self._timeline = Timeline(
                 self._directory.timeline,
                 self._phases,
@@ -81,6 +81,8 @@ class Record:
                 resumed=first,
             )
             self._stack.callback(self._timeline.close)
+            earlier = attempts(self._timeline.earlier)
+            self._earlier = sum(sum(attempt.seconds.values()) for attempt in earlier)
             self._phases.told = self._timeline.tick
             self._metrics = self._stack.enter_context(MetricsFile(self._directory.metrics))
             past = self._go_back(first)
@@ -102,9 +104,13 @@ class Record:
     def _go_back(self, step: int, seen: int = 0) -> Past:
         assert self._metrics is not None
         seen = max(seen, self._metrics.truncate(step).last_step)
-        path, config = self._directory.metrics, self._config
-        losses = [row["loss"] for row in read_rows(path)][-config.guard.spike_window :]
-        evaluated = any(e["event"] == "eval" and e["step"] == step for e in read_events(path))
+        config, evaluated = self._config, False
+        losses: deque[float | None] = deque(maxlen=config.guard.spike_window)
+        for entry in read_entries(self._directory.metrics):
+            if "event" not in entry:
+                losses.append(entry["loss"])
+            elif entry["event"] == "eval" and entry["step"] == step:
+                evaluated = True
         if self._trackers is not None:
             self._trackers.close()
         self._trackers = make_trackers(
@@ -162,9 +168,3 @@ class Record:
     def seconds(self) -> float:
         """How long all attempts have taken together, without the time between them."""
         return self._earlier + sum(self._phases.seconds().values())
-
-
-def age_of_attempts(lines: list[dict[str, Any]]) -> float:
-    """The seconds of all attempts of a timeline together."""
-    ages = {line["attempt"]: sum(line["seconds"].values()) for line in lines}
-    return float(sum(ages.values()))

@@ -27,7 +27,7 @@ from shardtrain.checkpoint import arrays, folder
 from shardtrain.checkpoint.retention import Retention, Step
 from shardtrain.errors import CheckpointError
 from shardtrain.ops.digest import text
-from shardtrain.sharding.processes import Alone, Processes
+from shardtrain.sharding.processes import Alone, Processes, told_by_all
 
 PyTree = Any
 
@@ -189,10 +189,7 @@ class Checkpointer:
         """What every process says, by process; all wait for all."""
         if self._peers.count == 1:
             return [json.loads(json.dumps(mine))]
-        self._peers.set(f"{name}/{self._peers.index}", json.dumps(mine))
-        self._peers.barrier(f"{name} told", _PATIENCE)
-        told = self._peers.under(name)
-        return [json.loads(told[str(index)]) for index in range(self._peers.count)]
+        return told_by_all(self._peers, name, mine, _PATIENCE)
 
     def _agreed(self, name: str, error: Exception | None) -> None:
         """Raises in all processes where one has failed."""
@@ -225,8 +222,7 @@ class Checkpointer:
             where = self.directory / str(step)
             if self._leads:
                 where = self._set_aside(step)
-            if self._peers.count > 1:
-                self._peers.barrier(self._round("set aside"), _PATIENCE)
+            self._peers.barrier(self._round("set aside"), _PATIENCE)
             damaged.append(step)
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             lines = [f"step {step} is damaged and not used; it is now {where.name}:"]

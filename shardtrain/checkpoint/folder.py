@@ -299,18 +299,18 @@ def hash_files(step: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     Raises:
         OSError: One cannot be read.
     """
-
-    def one(name: str) -> FileRecord:
-        path = step / name
-        if path.is_symlink() or not path.is_file():
-            raise OSError(f"{name} is no plain file")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-        return FileRecord(path.stat().st_size, digest.hexdigest())
-
     names = list(names)
     with ThreadPoolExecutor(4) as pool:  # hashing and reading leave Python's lock
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(lambda name: _hash(step, name), names), strict=True))
+
+
+def _hash(step: Path, name: str) -> FileRecord:
+    path = step / name
+    if path.is_symlink() or not path.is_file():
+        raise OSError(f"{name} is no plain file")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
 def faults(
@@ -334,19 +334,20 @@ def faults(
     found += [
         f"{name}: was not written by this save" for name in sorted(there - record.files.keys())
     ]
-    for name in sorted(there & record.files.keys())[share]:
+
+    def compare(name: str) -> str:
         wanted, size = record.files[name], (step / name).lstat().st_size
         if size != wanted.size:
-            found.append(f"{name}: {size} bytes, {wanted.size} were written")
-        elif not sizes_only:
-            try:
-                (digest,) = hash_files(step, [name]).values()
-            except OSError as error:
-                found.append(f"{name}: {error.strerror or error}")
-            else:
-                if digest != wanted:
-                    found.append(f"{name}: its content is not what was written")
-    return found
+            return f"{name}: {size} bytes, {wanted.size} were written"
+        try:
+            same = sizes_only or _hash(step, name) == wanted
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+        return "" if same else f"{name}: its content is not what was written"
+
+    with ThreadPoolExecutor(4) as pool:
+        compared = pool.map(compare, sorted(there & record.files.keys())[share])
+        return found + [line for line in compared if line]
 
 
 def set_aside(directory: Path, step: int) -> Path:

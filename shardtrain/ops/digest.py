@@ -142,19 +142,12 @@ def host_digest(leaf: NDArray[Any]) -> NDArray[np.uint32]:
     Returns:
         uint32 [2].
     """
-    leaf = np.ascontiguousarray(leaf)
-    width = {1: np.uint8, 2: np.uint16}.get(leaf.dtype.itemsize, np.uint32)
-    bits = leaf.reshape(-1).view(width)
+    flat = np.ascontiguousarray(leaf).reshape(-1)
     total = np.zeros(2, np.uint32)
     block = 1 << 22  # a few times 16 MiB, however large the leaf
     with np.errstate(over="ignore"):
-        for start in range(0, bits.size, block):
-            part = bits[start : start + block].astype(np.uint32)
-            place = (np.arange(start, start + part.size, dtype=np.uint64)).astype(np.uint32)
-            total += np.stack([
-                np.sum(_mixed(part, place, *map(np.uint32, lane)), dtype=np.uint32)
-                for lane in _LANES
-            ])  # fmt: skip
+        for start in range(0, flat.size, block):
+            total += _piece(flat[start : start + block], (slice(start, None),), flat.shape)
     return total
 
 

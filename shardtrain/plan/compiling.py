@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.errors import UserError
+from shardtrain.errors import EXIT_DOES_NOT_FIT, UserError
 from shardtrain.plan.targets import Target, require_compiler_of, target_devices
 from shardtrain.sharding.xla_flags import missing_flags
 
@@ -64,7 +64,7 @@ _MEMORY = {
 class DoesNotFitError(UserError):
     """The compiler for TPUs ends with a program that is too large; that for GPUs does not."""
 
-    exit_code = 4
+    exit_code = EXIT_DOES_NOT_FIT
 
 
 @dataclass(frozen=True)

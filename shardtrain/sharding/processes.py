@@ -10,6 +10,7 @@ coordinator alone may be named too, where an engine has numbered the processes.
 """
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -183,6 +184,24 @@ class Joined:
 
 def _timeout(error: RuntimeError, what: str) -> Exception:
     return TimeoutError(what) if "DEADLINE_EXCEEDED" in str(error) else error
+
+
+def told_by_all(peers: Processes, name: str, mine: object, seconds: float) -> list[Any]:
+    """Tell the others something and learn what they have to say; all wait for all.
+
+    Args:
+        peers: The processes; each calls it.
+        name: Each can be used once.
+        mine: What JSON can hold.
+        seconds: How long to wait; TimeoutError after that.
+
+    Returns:
+        What every process said, in the order of their numbers.
+    """
+    peers.set(f"{name}/{peers.index}", json.dumps(mine))
+    peers.barrier(f"{name} told", seconds)
+    told = peers.under(name)
+    return [json.loads(told[index]) for index in sorted(told, key=int)]
 
 
 def leave(code: int) -> NoReturn:

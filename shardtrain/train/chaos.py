@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from shardtrain.train.chaos_words import Fault
+from shardtrain.train.rundir import replace_text
 
 _FOREVER: Final = 10**9
 
@@ -115,12 +116,7 @@ class Chaos:
         ]
         for fault in found:
             self._done.append(str(fault))
-            temporary = self._log.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(self._done, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._log)
+            replace_text(self._log, json.dumps(self._done))
             self._say(f"chaos: {fault} happens now")
         return found
 

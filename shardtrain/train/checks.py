@@ -4,7 +4,6 @@ Owns: both checks. Does not own: how often they are made, what follows. A wrong 
 anywhere; these are the only things that see one, and they cost time, so they are asked for.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from shardtrain.errors import PolicyError
 from shardtrain.ops.digest import pieces, text
 from shardtrain.sharding.placement import leaves_by_path
-from shardtrain.sharding.processes import Processes
+from shardtrain.sharding.processes import Processes, told_by_all
 from shardtrain.train.state import TrainState
 
 PyTree = Any
@@ -43,10 +42,8 @@ def check_replicas(state: PyTree, peers: Processes, name: str) -> None:
             sums[path, place][device] = text(digest)
     if peers.count > 1:
         mine = [[*key, device, bits] for key, on in sums.items() for device, bits in on.items()]
-        peers.set(f"{name}/{peers.index}", json.dumps(mine))
-        peers.barrier(f"{name} told", _PATIENCE)
-        for told in peers.under(name).values():
-            for path, where, device, bits in json.loads(told):
+        for told in told_by_all(peers, name, mine, _PATIENCE):
+            for path, where, device, bits in told:
                 sums[path, where][device] = bits
     raise_if_apart(sums)
 

@@ -161,6 +161,25 @@ class MetricsFile:
         )
 
 
+def read_entries(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Read rows and events, also while a run is writing them; torn lines are left out.
+
+    Args:
+        path: The file.
+
+    Yields:
+        One dict for each line, in the order of the file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        for line in file:
+            entry = _parse(line)
+            if entry is not None:
+                yield entry
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Read the rows of a metrics file, also while a run is writing it.
 
@@ -173,7 +192,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError: It cannot be read.
     """
-    return [entry for entry in _entries(Path(path)) if "event" not in entry]
+    return [entry for entry in read_entries(path) if "event" not in entry]
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -188,7 +207,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError: It cannot be read.
     """
-    return [entry for entry in _entries(Path(path)) if "event" in entry]
+    return [entry for entry in read_entries(path) if "event" in entry]
 
 
 def plain(value: Value) -> Any:
@@ -215,14 +234,6 @@ def plain(value: Value) -> Any:
     if item is None:
         raise TypeError(f"{type(value).__name__} is no value for a metrics file")
     return plain(item())
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for line in file:
-            entry = _parse(line)
-            if entry is not None:
-                yield entry
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -118,11 +118,14 @@ class Timeline:
             start: What the first line says: processes, devices, the step resumed from.
         """
         self._phases = phases
-        self._file = path.open("ab", buffering=0)
-        self.attempt = 1 + max((line["attempt"] for line in read_timeline(path)), default=0)
-        torn = path.stat().st_size and not path.read_bytes().endswith(b"\n")
-        if torn:
-            self._file.write(b"\n")
+        self.earlier = read_timeline(path)
+        """The lines of the attempts before."""
+        self.attempt = 1 + max((line["attempt"] for line in self.earlier), default=0)
+        self._file = path.open("ab+", buffering=0)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # torn; all writes go to the end
+                self._file.write(b"\n")
         self._last = float("-inf")
         self._lock = threading.Lock()
         self._end = threading.Event()

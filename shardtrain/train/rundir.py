@@ -53,6 +53,24 @@ def checkpoints_in(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whose readers, also after a crash, see the old text or the new one.
+
+    Args:
+        path: The file.
+        text: Its content.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def holder(run_dir: str | Path) -> str:
     """Who runs in a folder, as far as its lock tells.
 
@@ -172,12 +190,7 @@ class RunDirectory:
         Raises:
             OSError: The disk is full.
         """
-        temporary = self.resolved.with_suffix(".toml.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.resolved)
+        replace_text(self.resolved, text)
 
     def saved_config(self) -> dict[str, Any] | None:
         """Read the config that was last run here.

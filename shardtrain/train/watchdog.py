@@ -186,10 +186,12 @@ class Watchdog:
             f"hung: after {spent:.0f} s of at most {limit:.0f} s in phase {now.phase}, "
             f"{who} {'is' if len(late) == 1 else 'are'} late"
         )
-        end = End(EXIT_HUNG, late[0][0], words)
-        if self._peers.count > 1 and not self._peers.set_first(_END, json.dumps(asdict(end))):
-            end = End(**json.loads(self._peers.wait(_END, 10)))
-        self._end(end)
+        self._end(self._first(End(EXIT_HUNG, late[0][0], words)))
+
+    def _first(self, end: End) -> End:
+        """Tells the others of an end; returns the one that was told first, which stands."""
+        self._peers.set_first(_END, json.dumps(asdict(end)))
+        return End(**json.loads(self._peers.wait(_END, 10)))
 
     def _behind(self, step: int) -> list[tuple[int, str, int]]:
         """Processes that are not as far as the others, as far as the store tells."""
@@ -235,16 +237,15 @@ class Watchdog:
             try:
                 self._give_sign()
                 text = self._peers.get(_END)
-                if text is None and self._peers.index == 0:
-                    text = self._look_around()
+                end = None if text is None else End(**json.loads(text))
+                if end is None and self._peers.index == 0:
+                    end = self._look_around()
             except RuntimeError:
                 return  # process 0 is gone: the other thread counts the seconds
             self._heard = time.monotonic()
-            if text is not None:
-                end = End(**json.loads(text))
-                if end.culprit != self._peers.index:
-                    self._end(end)
-                    return
+            if end is not None and end.culprit != self._peers.index:
+                self._end(end)
+                return
             self._stop.wait(PERIOD)
 
     def _give_sign(self) -> None:
@@ -253,7 +254,7 @@ class Watchdog:
         sign = Sign(self._number, now.phase, now.step, time.monotonic() - now.since)
         self._peers.set(f"life/{self._peers.index}", json.dumps(asdict(sign)))
 
-    def _look_around(self) -> str | None:
+    def _look_around(self) -> End | None:
         """What process 0 makes of the signs: the end, if somebody is lost."""
         found = self._peers.under("life")
         now = time.monotonic()
@@ -271,8 +272,7 @@ class Watchdog:
                     f"process {index} was lost: no sign of life for {LOST_AFTER:.0f} s; "
                     f"the last was in phase {sign.phase}, step {sign.step}"
                 )
-                end = json.dumps(asdict(End(EXIT_PEER_LOST, index, words)))
-                return end if self._peers.set_first(_END, end) else self._peers.get(_END)
+                return self._first(End(EXIT_PEER_LOST, index, words))
         return None
 
 

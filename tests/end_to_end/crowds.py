@@ -2,20 +2,14 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from shardtrain.launch_local import free_port
+
 TRAIN = ("-m", "shardtrain", "train", "tiny.toml")
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Crowd:
