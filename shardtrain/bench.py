@@ -26,7 +26,7 @@ from shardtrain.train.flops import utilisation
 from shardtrain.train.machine import allocator
 
 Figures = dict[str, Any]
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "float64": "f64"}
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
 @dataclass

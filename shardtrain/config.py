@@ -255,11 +255,20 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 cure=f'did you mean "{near[0]}"?' if near else "",
             )
         )
-    if model.attention == "cudnn" and precision != "bfloat16":
+    train = config.train
+    if train.loss_scale < train.loss_scale_floor:
         faults.append(
             ConfigError(
-                f'train.precision="{precision}" has no such kernel; use "bfloat16", or '
-                'model.attention="auto"',
+                f"train.loss_scale_floor={train.loss_scale_floor:g} is more; use "
+                f"{train.loss_scale:g} or less there",
+                where=f"train.loss_scale={train.loss_scale:g}",
+            )
+        )
+    if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
+        faults.append(
+            ConfigError(
+                f'train.precision="{precision}" has no such kernel; use "bfloat16" or "float16", '
+                'or model.attention="auto"',
                 where='model.attention="cudnn"',
             )
         )

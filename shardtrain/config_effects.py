@@ -109,6 +109,12 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if config.sharding.zero and sizes["data"] * sizes["context"] == 1:
         yield "sharding.zero", "mesh.data=1 leaves nothing to split over"
+    if config.train.precision != "float16":
+        for key in ("", "_window", "_hysteresis", "_floor"):
+            yield (
+                f"train.loss_scale{key}",
+                f'train.precision="{config.train.precision}" needs no loss scale',
+            )
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
 

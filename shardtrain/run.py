@@ -29,9 +29,11 @@ from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.accumulate import Accumulation
+from shardtrain.strategies.config import TrainConfig
+from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.pipeline import Pipeline
-from shardtrain.strategies.precision import policy
+from shardtrain.strategies.precision import Policy, policy
 from shardtrain.strategies.stack import choose_loop, make_stack, make_streamed_stack
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create, Layout, Program
@@ -176,16 +178,30 @@ def make_program(
         zero=sharding.zero,
         runner=make_runner(config, mesh, vocab_size),
     )
+    dtypes = policy(config.train.precision)
     return Program(
         create=model_creator(config, vocab_size),
         task=LanguageModel(config.task, vocab_size),
         layout=layout,
-        policy=policy(config.train.precision),
+        policy=dtypes,
         make_transform=lambda names: make_transform(config.optimizer, names),
         schedule=make_schedule(config.optimizer, config.run.steps),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
+        scaling=make_scaling(config.train, dtypes),
+    )
+
+
+def make_scaling(train: TrainConfig, dtypes: Policy) -> LossScale:
+    """What the loss is multiplied by."""
+    if not dtypes.is_narrow:
+        return Unscaled()
+    return DynamicScale(
+        start=train.loss_scale,
+        window=train.loss_scale_window,
+        hysteresis=train.loss_scale_hysteresis,
+        floor=train.loss_scale_floor,
     )
 
 

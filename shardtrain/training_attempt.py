@@ -334,6 +334,7 @@ class Attempt:
                 prepare=prepare,
                 inspect=inspect,
                 poll=lambda: self._tell_saved(observer),
+                retries=run.program.scaling.retries,
             ).run(state)
 
     def _chaos(self) -> Chaos:

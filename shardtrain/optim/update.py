@@ -41,6 +41,7 @@ class Optimizer:
         params: PyTree,
         update: jax.Array,
         allowed: jax.Array | bool = True,
+        scale: jax.Array | float = 1.0,
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """One update; or none, where the gradient is no finite number.
 
@@ -50,12 +51,14 @@ class Optimizer:
             params: the parameters, in the compute dtype.
             update: the number of this update, the first being 1.
             allowed: whether anything may move.
+            scale: what the loss was multiplied by; `grad_norm` is without it.
 
         Returns:
             New parameters, new state, and `grad_norm`, `learning_rate`, `moved` (whether anything
             has) and `finite` [leaf] (which leaves of the gradient are all numbers).
         """
         norm, finite = global_norm(grads)
+        norm = norm / scale
         moved = jnp.isfinite(norm) & allowed
 
         def hold(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -64,6 +67,7 @@ class Optimizer:
 
         rate = self.schedule(update)
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
+        factor = factor / scale
         wide = self.policy.master
         at_rest = self.placement.optimizer
         # Scaled here and not inside the transformation: the norm is that of all leaves.

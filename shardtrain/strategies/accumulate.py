@@ -45,9 +45,9 @@ class Accumulation:
         """The gradient function of a whole step; see `Runner`."""
 
         def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
-            totals, key = shared
+            seeds, key = shared
             sums = parts.sums(params, batch, key, self.stack)
-            value = parts.value(sums, totals)
+            value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
         return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)

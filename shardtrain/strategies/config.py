@@ -36,9 +36,18 @@ class TrainConfig(BaseModel):
     audit: bool = False
     """Whether `shardtrain train` checks the program that it has compiled on NVIDIA GPUs against
     what the layout promises, and stops with exit code 5 if a promise is broken; docs/plan.md."""
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Number type of the computation. With bfloat16 the optimizer keeps float32 masters; float64
-    is for checks on CPU devices."""
+    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Number type of the computation. With bfloat16 and float16 the optimizer keeps float32
+    masters; float16 scales the loss; float64 is for checks on CPU devices."""
+    loss_scale: float = Field(65536.0, ge=1.0, le=2.0**32)
+    """What the loss is first multiplied by in float16. An overflow halves it, and the batch is
+    tried again."""
+    loss_scale_window: int = Field(1000, ge=0)
+    """Steps in a row without an overflow that double the loss scale. 0 = never."""
+    loss_scale_hysteresis: int = Field(1, ge=1)
+    """Overflows that halve the loss scale; above 1 the same batch overflows as often."""
+    loss_scale_floor: float = Field(1.0, gt=0.0, le=2.0**32)
+    """Smallest loss scale; an overflow there is for `guard.bad_numbers`."""
 
     @field_validator("remat")
     @classmethod

@@ -17,7 +17,7 @@ from shardtrain.strategies.stack import Stack
 PyTree = Any
 Sums = dict[str, jax.Array]
 Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
-"""(params, batch, (totals, key)) -> (sums with the `loss`, gradients); for a whole step."""
+"""(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
 
 LAYERS = "layers"
 """Where the tree of parameters holds the stacked layers."""
@@ -44,7 +44,7 @@ class Parts:
     sums: Callable[[PyTree, PyTree, jax.Array | None, Stack], Sums]
     """(params, batch, key, stack) -> the sum of each term."""
     value: Callable[[Sums, PyTree], jax.Array]
-    """(sums, total weights) -> what the sums contribute to the loss of the whole step."""
+    """(sums, seeds: total weights and the loss scale) -> what they add to the step's scaled loss."""
     cut: Cut | None
     """None where the model is no stack of equal layers."""
 

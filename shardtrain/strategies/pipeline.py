@@ -131,14 +131,14 @@ class _Region:
 
     def gradients(self, params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
         """Sums and gradients of a step."""
-        totals, key = shared
+        seeds, key = shared
         shard = Shard(self.placement, params, self.dtype)
         stage = self._stage(
             self.pipeline.schedule,
             shard,
             batch=batch,
             key=key,
-            value=lambda sums: self.parts.value(sums, totals),
+            value=lambda sums: self.parts.value(sums, seeds),
         )
         sums, layers, ends = stage.run()
         return _everywhere(sums), shard.reduced(layers, ends)

@@ -27,6 +27,11 @@ class Policy:
     accumulate: Any
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether gradients leave the range of its numbers, unless the loss is scaled."""
+        return bool(jnp.dtype(self.compute) == jnp.float16)
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer keeps a wider copy of the parameters."""
         return bool(jnp.dtype(self.compute) != jnp.dtype(self.master))
@@ -39,6 +44,7 @@ class Policy:
 POLICIES = {
     "float32": Policy("float32", jnp.float32, jnp.float32, jnp.float32),
     "bfloat16": Policy("bfloat16", jnp.bfloat16, jnp.float32, jnp.float32),
+    "float16": Policy("float16", jnp.float16, jnp.float32, jnp.float32),
     "float64": Policy("float64", jnp.float64, jnp.float64, jnp.float64),
 }
 """One row a policy."""

@@ -20,6 +20,7 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
+from shardtrain.strategies.loss_scale import LossScale, Unscaled
 from shardtrain.strategies.order import (
     LayerOrder,
     grows_with_layers,
@@ -74,6 +75,8 @@ class Program:
     seed: int
     skip_limit: int = 0
     """Batches in a row that may be left out because a number in them is none; see `make_step`."""
+    scaling: LossScale = Unscaled()  # noqa: RUF009  # frozen
+    """What the loss is multiplied by."""
 
     # -- shapes and placements
 
@@ -122,7 +125,8 @@ class Program:
         )
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
         no: Any = False
-        return TrainState(no, no, params=params, opt_state=opt_state, key=no, skipped=no)
+        scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
+        return TrainState(no, no, params, opt_state, key=no, skipped=no, loss_scale=scale)
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -180,6 +184,7 @@ class Program:
             opt_state=self.optimizer.init(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
+            loss_scale=self.scaling.init(),
         )
 
     def _stacked_at_rest(self, master: PyTree) -> PyTree:
@@ -214,7 +219,7 @@ class Program:
         runner = self.layout.runner
         gradients = runner.gradients(self.parts, self.placement, self.policy.accumulate)
         whole = make_gradient_fn(self.task, gradients, self.placement)
-        return make_step(whole, self.optimizer, self.skip_limit)
+        return make_step(whole, self.optimizer, self.scaling, self.skip_limit)
 
     @cached_property
     def step(self) -> Any:

@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from shardtrain.errors import ShardingError
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import data_axes, data_degree
 from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
 from shardtrain.strategies.accumulate import make_gradients
+from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.precision import cast, policy
 from shardtrain.train.own_model import check_layout, check_names, own_table, place_batch
 from shardtrain.train.state import TrainState, state_shardings
@@ -56,6 +58,7 @@ class TrainStep:
     microbatches: int
     weight: Callable[[PyTree], Array]
     seed: int
+    scaling: LossScale
 
     @property
     def placement(self) -> Placement:
@@ -87,7 +90,9 @@ class TrainStep:
 
         Returns:
             The new state, and `loss` and `grad_norm`. Where one of them is no finite number,
-            nothing has moved but `cursor`, and `skipped` counts how often in a row.
+            nothing has moved but `cursor`, and `skipped` counts how often in a row. In float16 also
+            `loss_scale`, and `retry`: the gradient overflowed, nothing has moved but the scale, and
+            the same batch can be tried again.
 
         Raises:
             ShardingError: the samples do not divide by microbatches x data shards.
@@ -115,6 +120,7 @@ class TrainStep:
             opt_state=self.optimizer.init(master),
             key=jax.random.key(self.seed),
             skipped=jnp.zeros((), jnp.int32),
+            loss_scale=self.scaling.init(),
         )
 
     @cached_property
@@ -128,25 +134,27 @@ class TrainStep:
 
     @cached_property
     def _step(self) -> Any:
-        step = make_step(self._gradients(), self.optimizer)
+        step = make_step(self._gradients(), self.optimizer, self.scaling)
+        scaled = ("loss_scale", "retry") if self.scaling.retries else ()
 
         def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             state, metrics, _ = step(state, batch)
             # The rate is the transformation's own business.
-            return state, {name: metrics[name] for name in ("loss", "grad_norm")}
+            return state, {name: metrics[name] for name in ("loss", "grad_norm", *scaled)}
 
         return jax.jit(
             stepped, donate_argnums=0, out_shardings=(self.shardings, self.placement.whole)
         )
 
     def _gradients(self) -> Any:
-        """(params, batch, key) -> (metrics, gradients) of a whole step."""
+        """The gradients of a whole step; see `train.step.GradientFn`."""
         placement = self.placement
 
-        def loss(params: PyTree, part: PyTree, total: Array) -> tuple[Array, Metrics]:
-            batch, keys = part
+        def loss(params: PyTree, part: PyTree, seeds: PyTree) -> tuple[Array, Metrics]:
+            (batch, keys), (total, scale) = part, seeds
             value = self.loss(params, batch, keys)
-            value = value * (self.weight(batch) / total).astype(value.dtype)
+            value = value.astype(sum_dtype(value.dtype))
+            value = value * (self.weight(batch) / total).astype(value.dtype) * scale
             return value, {"loss": value}
 
         accumulated = make_gradients(
@@ -156,14 +164,16 @@ class TrainStep:
             dtype=self.optimizer.policy.accumulate,
         )
 
-        def gradients(params: PyTree, batch: PyTree, key: Array) -> tuple[Metrics, PyTree]:
+        def gradients(
+            params: PyTree, batch: PyTree, key: Array, scale: Array | float
+        ) -> tuple[Metrics, PyTree]:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
-                metrics, grads = accumulated(params, parts, self.weight(batch))
-            return metrics, grads
+                metrics, grads = accumulated(params, parts, (self.weight(batch), scale))
+            return {"loss": metrics["loss"] / scale}, grads
 
         return gradients
 
@@ -186,6 +196,7 @@ def make_train_step(
     zero: int = 0,
     microbatches: int = 1,
     precision: str = "float32",
+    loss_scale: DynamicScale | None = None,
     clip_norm: float = 0.0,
     weight: Callable[[PyTree], Array] | None = None,
     seed: int = 0,
@@ -201,7 +212,8 @@ def make_train_step(
             default those of `nnx.with_partitioning`, where there are any.
         zero: ZeRO stage, 0 to 3: what rests split over the data axes; see `place`.
         microbatches: parts of a batch whose gradients are added up one after another.
-        precision: "float32", "bfloat16" (with float32 master weights) or "float64".
+        precision: "float32", "bfloat16" or "float16" (with float32 master weights), "float64".
+        loss_scale: how the loss is scaled in float16; by default as `DynamicScale()` does.
         clip_norm: largest norm of the whole gradient; 0 = any.
         weight: what `loss` divides by, when that is not the number of samples: a function of the
             batch (or part of one), such as its number of tokens that count. With it, parts that
@@ -250,7 +262,8 @@ def make_train_step(
         policy=dtypes,
         placement=placement,
     )
-    return TrainStep(loss, optimizer, microbatches, weight or _number_of_samples, seed)
+    scaling = (loss_scale or DynamicScale()) if dtypes.is_narrow else Unscaled()
+    return TrainStep(loss, optimizer, microbatches, weight or _number_of_samples, seed, scaling)
 
 
 def _plain(params: PyTree) -> PyTree:

@@ -33,6 +33,8 @@ class Update:
     grad_norm: float
     moved: bool
     """Whether parameters took it in."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by, where it was."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Guard:
         what = "the loss" if not math.isfinite(update.loss) else "the norm of the gradient"
         value = update.grad_norm if math.isfinite(update.loss) else update.loss
         reason = f"{what} of update {update.step} is {value}"
+        if update.loss_scale is not None:
+            reason += f", with a loss scale of {update.loss_scale:g}"
         if self._config.bad_numbers != "skip":
             return Verdict(self._config.bad_numbers, reason, update)
         self._skipped += 1

@@ -32,7 +32,7 @@ class Observer(Protocol):
         """The numbers of a step."""
 
     def event(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        """Something that happened: compile, save, restore, eval, skip, spike, rollback, stop."""
+        """Something that happened: compile, save, restore, eval, overflow, skip, ..."""
 
     def flush(self) -> None:
         """Puts what was told on the disk: a checkpoint is about to rely on it."""
@@ -134,6 +134,8 @@ class Loop:
     """(updates handed out, the state after them), after each; may raise."""
     poll: Callable[[], None] = lambda: None
     """Called in each update, while the devices work."""
+    retries: bool = False
+    """Whether a step may want its batch again; then it is waited for before the next is begun."""
     _pending: _Pending | None = None
     _done: int = 0
     _verdict: Verdict | None = None
@@ -188,6 +190,10 @@ class Loop:
         self.phases.enter("replay" if update <= self.replayed_to else "step")
         state, metrics = self.step(state, batch)
         self._settle()
+        while self.retries and self._verdict is None and bool(metrics["retry"]):
+            scale = float(metrics["loss_scale"])
+            self.observer.event("overflow", self._done, {"cursor": cursor, "loss_scale": scale})
+            state, metrics = self.step(state, batch)
         told = {**self.describe(cursor), "data_wait": waited}  # while the devices work
         self._pending = _Pending(cursor, told, metrics)
         return state
@@ -212,11 +218,17 @@ class Loop:
         pending, self._pending = self._pending, None
         metrics = dict(jax.device_get(pending.metrics))
         moved, finite = bool(metrics.pop("moved")), metrics.pop("finite")
+        metrics.pop("retry")
         fetched = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self._resumed = now - self._resumed, now
         update = Update(
-            self._done + 1, pending.cursor, fetched["loss"], fetched["grad_norm"], moved
+            self._done + 1,
+            pending.cursor,
+            fetched["loss"],
+            fetched["grad_norm"],
+            moved,
+            fetched.get("loss_scale"),
         )
         verdict = self.judge(update, finite)
         if verdict is not None and verdict.action in ("stop", "rollback"):

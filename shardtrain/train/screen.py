@@ -115,6 +115,10 @@ class Screen:
             self.say(f"saved step {step} in {values['seconds']:.1f} s")
         elif name in ("spike", "drift", "target"):
             self.say(f"{name}: {values['reason']}")
+        elif name == "overflow":
+            self.say(
+                f"overflow in update {step + 1}: the loss scale is {values['loss_scale']:g} now"
+            )
         elif name == "skip":
             self.say(f"left a batch out: {values['reason']}")
         elif name == "rollback":

@@ -27,6 +27,8 @@ class TrainState:
     """The run's random key; each step folds its number in."""
     skipped: jax.Array
     """Batches in a row whose loss or gradient was no number; nothing but the cursor moved."""
+    loss_scale: PyTree = ()
+    """The loss scale and its counts; nothing where the loss is not scaled."""
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -48,4 +50,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         opt_state=placement.optimizer_state(shapes.opt_state),
         key=whole,
         skipped=whole,
+        loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
     )

@@ -10,6 +10,7 @@ from flax import nnx
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import use_rules
+from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
 from shardtrain.strategies.stack import Stack
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
@@ -18,7 +19,8 @@ from shardtrain.train.state import TrainState
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
-GradientFn = Callable[[PyTree, Batch, jax.Array], tuple[Metrics, PyTree]]
+GradientFn = Callable[[PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree]]
+"""(params, batch, key, scale) -> (metrics, gradients of the loss times `scale`)."""
 _NO_LIMIT = 2**31 - 1
 
 
@@ -34,8 +36,10 @@ def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
     def sums(params: PyTree, batch: Batch, key: jax.Array | None, stack: Stack) -> Metrics:
         return task.terms(nnx.merge(graph, params), batch, key, stack)
 
-    def value(sums: Metrics, totals: PyTree) -> jax.Array:
-        return weighted_loss(task, sums, totals)
+    def value(sums: Metrics, seeds: PyTree) -> jax.Array:
+        totals, scale = seeds
+        scaled: jax.Array = weighted_loss(task, sums, totals) * scale
+        return scaled
 
     return Parts(sums, value, _cut(task, graph, params))
 
@@ -59,7 +63,7 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
 
 
 def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> GradientFn:
-    """The gradient of a whole step: (params, batch, key) -> (metrics, gradients).
+    """The gradient of a whole step; see `GradientFn`.
 
     Args:
         task: terms and weights.
@@ -67,42 +71,56 @@ def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> 
         placement: where everything rests.
     """
 
-    def whole(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Metrics, PyTree]:
+    def whole(
+        params: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
+    ) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, batch, (totals, key))
+            sums, grads = gradients(params, batch, ((totals, scale), key))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
-        return {"loss": sums["loss"], **means}, grads
+        return {"loss": sums["loss"] / scale, **means}, grads
 
     return whole
 
 
-def make_step(gradients: GradientFn, optimizer: Optimizer, skip_limit: int = _NO_LIMIT) -> Step:
+def make_step(
+    gradients: GradientFn,
+    optimizer: Optimizer,
+    scaling: LossScale,
+    skip_limit: int = _NO_LIMIT,
+) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
 
     A batch whose loss or gradient is no finite number moves the cursor and nothing else: not
     parameters, moments, schedule or step. After more than `skip_limit` of them in a row nothing
     moves at all, so that the state stays as it was until the loop, one step behind, has noticed.
+    Where `retry` is true, not even the cursor has moved: the gradient overflowed, the loss scale is
+    smaller now, and the same batch is wanted again.
 
     The gradients are for `verify`; whoever does not return them from its jit does not pay for them.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
-        metrics, grads = gradients(state.params, batch, key)
+        scale = scaling.scale(state.loss_scale)
+        metrics, grads = gradients(state.params, batch, key, scale)
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
-            grads, state.opt_state, state.params, state.step + 1, allowed
+            grads, state.opt_state, state.params, state.step + 1, allowed, scale
         )
-        moved, more = numbers["moved"], (~halted).astype(state.skipped.dtype)
+        moved = numbers["moved"]
+        loss_scale, retry = scaling.after(state.loss_scale, moved, allowed)
+        more = (~halted & ~retry).astype(state.skipped.dtype)
         state = state.replace(
             step=state.step + moved.astype(state.step.dtype),
             cursor=state.cursor + more,
             params=params,
             opt_state=opt_state,
             skipped=jnp.where(moved, 0, state.skipped + more),
+            loss_scale=loss_scale,
         )
+        numbers = {**numbers, **scaling.metrics(loss_scale), "retry": retry}
         return state, {**metrics, **numbers}, grads
 
     return step

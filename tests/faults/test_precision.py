@@ -31,7 +31,7 @@ def test_o14_dtypes_survive_an_update() -> None:
     state, metrics = jax.eval_shape(of.step, of.abstract_state, put(of, text()))
     assert dtypes(state) == want
     kinds = dtypes(metrics)
-    assert {kinds.pop(name) for name in ("moved", "finite")} == {"bool"}
+    assert {kinds.pop(name) for name in ("moved", "finite", "retry")} == {"bool"}
     assert set(kinds.values()) == {"float32"}
 
 
