@@ -44,7 +44,7 @@ class Parts:
     sums: Callable[[PyTree, PyTree, jax.Array | None, Stack], Sums]
     """(params, batch, key, stack) -> the sum of each term."""
     value: Callable[[Sums, PyTree], jax.Array]
-    """(sums, seeds: total weights and the loss scale) -> what they add to the step's scaled loss."""
+    """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None
     """None where the model is no stack of equal layers."""
 
