@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,8 @@ PERIOD: Final = 0.5
 """Seconds between two signs of life."""
 LOST_AFTER: Final = 15.0
 """Seconds without one after which a process is lost."""
+_LISTEN: Final = 6 * PERIOD
+"""Seconds that a late process is listened to, to tell one that is stuck from one that is gone."""
 _END = "end"
 _STEP_FLOOR, _FIRST_STEP = 60.0, 1800.0
 _TIMES_SLOWER, _TIMES_WARN = 20.0, 8.0
@@ -186,7 +188,22 @@ class Watchdog:
             f"hung: after {spent:.0f} s of at most {limit:.0f} s in phase {now.phase}, "
             f"{who} {'is' if len(late) == 1 else 'are'} late"
         )
-        self._end(self._first(End(EXIT_HUNG, late[0][0], words)))
+        code, silent = EXIT_HUNG, self._silent([i for i, _, _ in late if i != index])
+        if silent:
+            # A limit shorter than `LOST_AFTER` finds the dead before their silence does.
+            names = " and ".join(f"process {i}" for i in silent)
+            code = EXIT_PEER_LOST
+            words = f"{names} was lost: no sign of life for {_LISTEN:.0f} s; {words}"
+        self._end(self._first(End(code, (silent or [late[0][0]])[0], words)))
+
+    def _silent(self, late: Sequence[int]) -> list[int]:
+        """Those of the late processes that give no sign of life any more."""
+        if not late:
+            return []
+        before = self._peers.under("life")
+        self._stop.wait(_LISTEN)
+        now = self._peers.under("life")
+        return [i for i in late if before.get(str(i)) == now.get(str(i))]
 
     def _first(self, end: End) -> End:
         """Tells the others of an end; returns the one that was told first, which stands."""

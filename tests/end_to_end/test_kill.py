@@ -119,7 +119,9 @@ def kill_several(folder: Path, count: int, chance: random.Random, life: float) -
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.1))
     killed = job.alive()
-    if chance.random() < 0.1:  # the other one finds out by itself
+    if chance.random() < 0.1 and job.said():
+        # The others find out by themselves. Before they have met, at which process 0 begins to
+        # speak, nobody but a launcher could know; they wait `START_SECONDS` then.
         job.processes[chance.randrange(count)].kill()
         job.finish(60)
     job.kill()

@@ -23,6 +23,7 @@ from shardtrain.train.watchdog import Limits, Watchdog
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD", 0.02)
     monkeypatch.setattr(module, "LOST_AFTER", 0.5)
+    monkeypatch.setattr(module, "_LISTEN", 0.2)
 
 
 class Process:
@@ -88,6 +89,22 @@ def test_one_that_gives_no_sign_is_lost(tmp_path: Path, capsys: pytest.CaptureFi
         assert found[1].left.wait(5)
     assert [p.code for p in found] == [EXIT_PEER_LOST, EXIT_PEER_LOST, None]
     assert "process 2 was lost: no sign of life for 0 s" in capsys.readouterr().err
+
+
+def test_one_that_is_late_since_it_is_gone_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's limit may be shorter than the silence after which a process counts as lost."""
+    monkeypatch.setattr(module, "LOST_AFTER", 60)
+    with processes(2, short(0.6), tmp_path) as found:
+        found[1].phases.enter("step", 5)
+        time.sleep(0.1)
+        found[1].dog._stop.set()
+        found[0].phases.enter("step", 6)
+        assert found[0].left.wait(5)
+    assert found[0].code == EXIT_PEER_LOST
+    said = capsys.readouterr().err
+    assert "process 1 was lost: no sign of life for 0 s; hung: after 1 s" in said
 
 
 def test_one_that_is_through_is_not_lost(tmp_path: Path) -> None:
