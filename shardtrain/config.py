@@ -23,7 +23,7 @@ from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
-from shardtrain.strategies.config import PipelineConfig, TrainConfig
+from shardtrain.strategies.config import OffloadConfig, PipelineConfig, TrainConfig
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
@@ -55,6 +55,7 @@ class RunConfig(BaseModel):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -73,6 +74,7 @@ SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "mesh": MeshConfig,
     "sharding": ShardingConfig,
     "train": TrainConfig,
+    "offload": OffloadConfig,
     "pipeline": PipelineConfig,
     "optimizer": OptimizerConfig,
     "checkpoint": CheckpointConfig,

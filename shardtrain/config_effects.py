@@ -115,6 +115,11 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
                 f"train.loss_scale{key}",
                 f'train.precision="{config.train.precision}" needs no loss scale',
             )
+    offload = config.offload
+    if config.train.precision not in ("bfloat16", "float16"):
+        yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
+    if "host" not in (offload.optimizer, offload.master):
+        yield "offload.fraction", "nothing is offloaded"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
 

@@ -28,6 +28,7 @@ from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
+from shardtrain.sharding.tiers import Tiers, require_host_memory
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.config import TrainConfig
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
@@ -145,6 +146,8 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         )
         devices = jax.devices()
     resolve_mesh(config, len(devices))
+    if "host" in (config.offload.optimizer, config.offload.master):
+        require_host_memory(devices)
     data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
     if config.model.vocab_size:
         require_vocabulary(config.model.vocab_size, info)
@@ -170,6 +173,7 @@ def make_program(
     mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
     vocab_size = config.model.vocab_size or vocab_size
     sharding = config.sharding
+    dtypes = policy(config.train.precision)
     layout = Layout(
         mesh=mesh,
         compute=compute_table(
@@ -177,8 +181,8 @@ def make_program(
         ),
         zero=sharding.zero,
         runner=make_runner(config, mesh, vocab_size),
+        tiers=make_tiers(config, dtypes),
     )
-    dtypes = policy(config.train.precision)
     return Program(
         create=model_creator(config, vocab_size),
         task=LanguageModel(config.task, vocab_size),
@@ -190,6 +194,16 @@ def make_program(
         seed=config.run.seed,
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
         scaling=make_scaling(config.train, dtypes),
+    )
+
+
+def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
+    """What rests on the host."""
+    offload = config.offload
+    return Tiers(
+        moments=offload.optimizer == "host",
+        master=offload.master == "host" and dtypes.has_master,
+        fraction=offload.fraction,
     )
 
 

@@ -1,7 +1,7 @@
 """The update: clip by the global norm, run the transformation, move the parameters.
 
-Owns master weights and where the arithmetic rests. It is a strategy of the step, so that other
-tiers of memory can bring another one.
+Owns master weights and the arithmetic of an update. Does not own: how it goes through the leaves
+(`sweep`), all at once or layer by layer from the host's memory.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,14 @@ import optax
 
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.schedules import Schedule
-from shardtrain.sharding.placement import Placement, constrain_tree
+from shardtrain.optim.sweep import Sweep
+from shardtrain.sharding.placement import (
+    Placement,
+    constrain_tree,
+    leaves_by_path,
+    path_name,
+)
+from shardtrain.sharding.tiers import MASTER
 from shardtrain.strategies.precision import Policy, cast
 
 PyTree = Any
@@ -23,7 +30,7 @@ PyTree = Any
 class Optimizer:
     """An optax transformation with clipping, a schedule, master weights and a placement."""
 
-    transform: optax.GradientTransformation
+    sweep: Sweep
     schedule: Schedule
     clip_norm: float
     policy: Policy
@@ -31,8 +38,8 @@ class Optimizer:
 
     def init(self, master: PyTree) -> PyTree:
         """The state for parameters in the master dtype."""
-        state = {"transform": self.transform.init(master)}
-        return {**state, "master": master} if self.policy.has_master else state
+        state = {"transform": self.sweep.init(master)}
+        return {**state, MASTER: master} if self.policy.has_master else state
 
     def update(
         self,
@@ -69,24 +76,49 @@ class Optimizer:
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         factor = factor / scale
         wide = self.policy.master
-        at_rest = self.placement.optimizer
-        # Scaled here and not inside the transformation: the norm is that of all leaves.
-        grads = jax.tree.map(lambda g: g.astype(wide) * jnp.asarray(factor, wide), grads)
-        master = state["master"] if self.policy.has_master else constrain_tree(params, at_rest)
-        # optax itself counts on mixed dtypes being promoted; ours do not.
-        with jax.numpy_dtype_promotion("standard"):
-            direction, inner = self.transform.update(grads, state["transform"], master)
-        # Chosen where the state rests, before parameters spread: nothing more is held or sent.
-        new = jax.tree.map(lambda p, d: hold(p - rate.astype(wide) * d, p), master, direction)
-        new = constrain_tree(new, at_rest)
-        state = {"transform": jax.tree.map(hold, inner, state["transform"])}
-        if self.policy.has_master:
-            state["master"] = new
-        # Cast where it rests, then spread: half the bytes travel.
-        params = constrain_tree(cast(new, self.policy.compute), at_rest)
+        places = dict(leaves_by_path(self.placement.optimizer))
+
+        def at_rest(tree: PyTree) -> PyTree:
+            """Some parameters, or layers of them, where their optimizer state rests."""
+            return jax.tree.map_with_path(
+                lambda path, x: jax.lax.with_sharding_constraint(x, places[path_name(path)]), tree
+            )
+
+        def advance(
+            transform: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            # Scaled here and not inside the transformation: the norm is that of all leaves.
+            grads = jax.tree.map(lambda g: widened(g, wide) * jnp.asarray(factor, wide), grads)
+            master = state[MASTER] if self.policy.has_master else at_rest(params)
+            # optax itself counts on mixed dtypes being promoted; ours do not.
+            with jax.numpy_dtype_promotion("standard"):
+                direction, inner = transform.update(grads, state["transform"], master)
+            # Chosen where the state rests, before parameters spread: nothing more is held or sent.
+            new = jax.tree.map(lambda p, d: hold(p - rate.astype(wide) * d, p), master, direction)
+            new = at_rest(new)
+            state = {"transform": jax.tree.map(hold, inner, state["transform"])}
+            if self.policy.has_master:
+                state[MASTER] = new
+            # Cast where it rests, then spread: half the bytes travel.
+            return at_rest(cast(new, self.policy.compute)), state
+
+        params, state = self.sweep(advance, grads, state, params)
         params = constrain_tree(params, self.placement.params)
         numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
         return params, state, numbers
+
+
+def widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Entries as another type, with the value that their own type has.
+
+    XLA may leave a rounding out between two wider operations (`xla_allow_excess_precision`); then
+    the update would depend on whether a gradient was fused with its use or written down before.
+    """
+    wide = x.astype(dtype)
+    if jnp.dtype(x.dtype).itemsize >= jnp.dtype(dtype).itemsize:
+        return wide
+    own = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(wide, own.nexp, own.nmant)
 
 
 def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +129,7 @@ def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:
     """
 
     def square(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x.astype(sum_dtype(x.dtype))))
+        return jnp.sum(jnp.square(widened(x, sum_dtype(x.dtype))))
 
     squares = [square(x) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares)), jnp.stack([jnp.isfinite(s) for s in squares])

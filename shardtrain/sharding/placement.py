@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
 from shardtrain.sharding.rules import Table
+from shardtrain.sharding.tiers import HOST, Tiers
 
 PyTree = Any
 Names = tuple[str | None, ...]
@@ -122,6 +123,8 @@ class Placement:
     """A tuple of axis names for every parameter."""
     shapes: PyTree
     """A `jax.ShapeDtypeStruct` for every parameter."""
+    tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
+    """What of the optimizer's state is in the memory of the host."""
 
     def resting(self, *, stored: bool) -> PyTree:
         """A `Resting` for every parameter, under one table or the other."""
@@ -181,14 +184,22 @@ class Placement:
         shapes = dict(leaves_by_path(self.shapes))
         shardings = dict(leaves_by_path(self.optimizer))
 
-        def pick(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            owner = owner_of(path_name(path), shapes)
+        def pick(path: str, leaf: Any) -> NamedSharding:
+            owner = owner_of(path, shapes)
             if not owner or shapes[owner].shape != leaf.shape:
                 return self.whole
             sharding: NamedSharding = shardings[owner]
             return sharding
 
-        return jax.tree.map_with_path(pick, abstract)
+        leaves = leaves_by_path(abstract)
+        places = {path: pick(path, leaf) for path, leaf in leaves}
+        for path in self.tiers.on_host(
+            (path, math.prod(leaf.shape) * leaf.dtype.itemsize)
+            for path, leaf in leaves
+            if owner_of(path, shapes) and shapes[owner_of(path, shapes)].shape == leaf.shape
+        ):
+            places[path] = places[path].with_memory_kind(HOST)
+        return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
 
 
 def owner_of(path: str, params: Collection[str]) -> str:

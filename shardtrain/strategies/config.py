@@ -61,6 +61,20 @@ class TrainConfig(BaseModel):
         return ",".join(names)
 
 
+class OffloadConfig(BaseModel):
+    """What rests in the host's memory instead of the device's, and costs copies in every step."""
+
+    model_config = _SECTION
+
+    optimizer: Literal["device", "host"] = "device"
+    """Where the optimizer's moments rest. From the host they come to the device layer by layer,
+    for their update only."""
+    master: Literal["device", "host"] = "device"
+    """Where the float32 masters rest that bfloat16 and float16 have."""
+    fraction: float = Field(1.0, gt=0.0, le=1.0)
+    """Part of those bytes that rests on the host at least; the largest tensors go first."""
+
+
 class PipelineConfig(BaseModel):
     """How stages share the layers and the microbatches; their number is `mesh.pipeline`."""
 

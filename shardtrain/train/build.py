@@ -17,9 +17,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.optim.schedules import Schedule
+from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
+from shardtrain.sharding.tiers import Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
 from shardtrain.strategies.order import (
     LayerOrder,
@@ -54,6 +56,7 @@ class Layout:
     compute: Table
     zero: int
     runner: Runner
+    tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
 
     @property
     def microbatches(self) -> int:
@@ -110,6 +113,7 @@ class Program:
             zero=layout.zero,
             names=names,
             shapes=map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names)),
+            tiers=layout.tiers,
         )
 
     @staticmethod
@@ -129,10 +133,20 @@ class Program:
         return TrainState(no, no, params, opt_state, key=no, skipped=no, loss_scale=scale)
 
     @cached_property
+    def _sweep(self) -> Sweep:
+        if not self.layout.tiers.any:
+            return Whole(self.make_transform(self.placement.names))
+        return Streamed(
+            self.make_transform,
+            self.placement,
+            lambda: stacked_paths(self._stacked.params, self._stacked.opt_state),
+        )
+
+    @cached_property
     def optimizer(self) -> Optimizer:
         """The update."""
         return Optimizer(
-            transform=self.make_transform(self.placement.names),
+            sweep=self._sweep,
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             policy=self.policy,

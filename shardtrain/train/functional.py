@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Key
 
 from shardtrain.errors import ShardingError
 from shardtrain.ops.sums import sum_dtype
+from shardtrain.optim.sweep import Whole
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import data_axes, data_degree
 from shardtrain.sharding.placement import Placement, path_name
@@ -256,7 +257,7 @@ def make_train_step(
     )
     optimizer = Optimizer(
         # optax's updates are added to the parameters, ours are taken off.
-        transform=optax.chain(transform, optax.scale(-1.0)),
+        sweep=Whole(optax.chain(transform, optax.scale(-1.0))),
         schedule=_one,
         clip_norm=clip_norm,
         policy=dtypes,

@@ -1,0 +1,301 @@
+"""How an update goes through the leaves: all at once, or layer by layer through the device.
+
+Owns: the loop over groups of leaves, and the copies between host and device in it. Does not own:
+the arithmetic of an update (`update`), nor which leaves are on the host (`sharding.tiers`).
+
+State on the host is never on the device as a whole: copying all of it in, updating and copying it
+out would hold more than no offload at all. A leaf that is no layer's is a group of its own; the
+layers of the stack are groups of one layer a stage. While one group is computed the next is on its
+way in, and the one before on its way out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from shardtrain.sharding.mesh import PIPELINE
+from shardtrain.sharding.placement import (
+    Placement,
+    constrain_tree,
+    leaves_by_path,
+    mesh_axes,
+    path_name,
+)
+from shardtrain.sharding.tiers import DEVICE, MASTER
+
+PyTree = Any
+Flat = dict[str, Any]
+MakeTransform = Callable[[PyTree], optax.GradientTransformation]
+"""Names of some parameters' axes -> their transformation."""
+Advance = Callable[[optax.GradientTransformation, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""(transformation, gradients, state, parameters) -> (parameters, state), of any part of the leaves;
+all on the device and resting like the optimizer's state."""
+
+
+class Sweep(Protocol):
+    """How an update goes through the leaves."""
+
+    def init(self, master: PyTree) -> PyTree:
+        """The transformation's state for all parameters."""
+        ...
+
+    def __call__(
+        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Updates every leaf.
+
+        Args:
+            advance: updates some leaves.
+            grads: of all parameters.
+            state: the optimizer's, with `transform` and perhaps `master`.
+            params: all parameters.
+
+        Returns:
+            The new parameters, resting like the optimizer's state, and the new state.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All leaves at once."""
+
+    transform: optax.GradientTransformation
+
+    def init(self, master: PyTree) -> PyTree:
+        """The transformation's state for all parameters."""
+        return self.transform.init(master)
+
+    def __call__(
+        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Updates every leaf; see `Sweep`."""
+        return advance(self.transform, grads, state, params)
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """Group by group, so that what rests on the host is on the device for its own update only."""
+
+    make_transform: MakeTransform
+    placement: Placement
+    stacked: Callable[[], frozenset[str]]
+    """Paths of the state and of the parameters that hold one entry a layer."""
+
+    def init(self, master: PyTree) -> PyTree:
+        """The transformation's state for all parameters."""
+        return self.make_transform(self.placement.names).init(master)
+
+    def __call__(
+        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Updates every leaf; see `Sweep`."""
+        shardings = self.placement.optimizer_state(jax.eval_shape(lambda: state))
+        old = _Leaves(
+            grads=dict(leaves_by_path(grads)),
+            params=dict(leaves_by_path(constrain_tree(params, self.placement.optimizer))),
+            state=dict(leaves_by_path(state)),
+            places=dict(leaves_by_path(shardings)),
+        )
+        stacked = self.stacked()
+        new_params: Flat = {}
+        new_state: Flat = {}
+        token: Any = jnp.zeros(())
+        for path in (path for path in old.params if path not in stacked):
+            made, found, token = self._leaf(advance, old, path, token)
+            new_params, new_state = new_params | made, new_state | found
+        layers = [path for path in old.params if path in stacked]
+        if layers:
+            made, found = self._layers(advance, old, layers, stacked, token)
+            new_params, new_state = new_params | made, new_state | found
+        return _filled(params, new_params), _filled(state, new_state)
+
+    def _leaf(
+        self, advance: Advance, old: "_Leaves", path: str, token: Any
+    ) -> tuple[Flat, Flat, Any]:
+        """Updates one leaf; what comes in for it waits for what went out before."""
+        transform, names = self._part([path], old, rows=None)
+        state = {name: old.state[name] for name in names}
+        waits = {name: x for name, x in state.items() if name in old.on_host}
+        waits, token = jax.lax.optimization_barrier((waits, token))
+        new_params, new = advance(
+            transform,
+            _nested({path: old.grads[path]}),
+            self._tree(transform, [path], old.to_device(state | waits), rows=None),
+            _nested({path: old.params[path]}),
+        )
+        updated = dict(leaves_by_path(new))
+        out = old.to_rest(updated)
+        token, _ = jax.lax.optimization_barrier((token, {n: out[n] for n in waits}))
+        return dict(leaves_by_path(new_params)), out, token
+
+    def _layers(
+        self,
+        advance: Advance,
+        old: "_Leaves",
+        layers: Sequence[str],
+        stacked: frozenset[str],
+        token: Any,
+    ) -> tuple[Flat, Flat]:
+        """Updates the stack, a layer of each stage at a time."""
+        stages = self._stages(layers)
+        count = old.params[layers[0]].shape[0] // stages
+        transform, names = self._part(layers, old, rows=stages)
+        rows = [path for path in names if path in stacked]
+        # Counts and the like: each layer begins with the old ones.
+        shared = {path: old.state[path] for path in names if path not in stacked}
+        stacks = {path: old.state[path] for path in rows}
+        waits = {path: x for path, x in stacks.items() if path in old.on_host}
+        stacks |= jax.lax.optimization_barrier((waits, token))[0]
+
+        def load(stacks: Flat, index: Any) -> Flat:
+            return old.to_device({p: _row(x, index, stages) for p, x in stacks.items()})
+
+        def body(carry: Any, index: Any) -> tuple[Any, None]:
+            here, stacks, params, _ = carry
+            following = load(stacks, jnp.minimum(index + 1, count - 1))
+            new_params, new = advance(
+                transform,
+                _nested({p: _row(old.grads[p], index, stages) for p in layers}),
+                self._tree(transform, layers, here | shared, rows=stages),
+                _nested({p: _row(params[p], index, stages) for p in layers}),
+            )
+            found = dict(leaves_by_path(new))
+            # Read before it is written: otherwise a whole stack would be copied on the host.
+            following, stacks = jax.lax.optimization_barrier((following, stacks))
+            out = old.to_rest({p: found[p] for p in rows})
+            stacks = {p: _put(x, out[p], index, stages) for p, x in stacks.items()}
+            made = dict(leaves_by_path(new_params))
+            params = {p: _put(x, made[p], index, stages) for p, x in params.items()}
+            return (following, stacks, params, {p: found[p] for p in shared}), None
+
+        begin = (load(stacks, 0), stacks, {path: old.params[path] for path in layers}, shared)
+        (_, stacks, params, counts), _ = jax.lax.scan(body, begin, jnp.arange(count))
+        return params, stacks | counts
+
+    # -- parts of trees
+
+    def _stages(self, layers: Sequence[str]) -> int:
+        """Into how many stages the layers are split."""
+        places = dict(leaves_by_path(self.placement.optimizer))
+        axes = {mesh_axes(places[path].spec[0]) for path in layers}
+        assert axes <= {(), (PIPELINE,)}, axes
+        return self.placement.mesh.shape[PIPELINE]
+
+    def _part(
+        self, paths: Sequence[str], old: "_Leaves", rows: int | None
+    ) -> tuple[optax.GradientTransformation, list[str]]:
+        """The transformation of some parameters, and the paths of its state."""
+        names = dict(_leaves_of_names(self.placement.names))
+        transform = self.make_transform(_nested({path: names[path] for path in paths}))
+        shapes = self._shapes(transform, paths, rows)
+        return transform, [path for path, _ in leaves_by_path(shapes) if path in old.state]
+
+    def _shapes(
+        self, transform: optax.GradientTransformation, paths: Sequence[str], rows: int | None
+    ) -> PyTree:
+        """The state of some parameters, of `rows` layers each; as if there were masters."""
+        shapes = dict(leaves_by_path(self.placement.shapes))
+        some = _nested({
+            path: jax.ShapeDtypeStruct(
+                shapes[path].shape if rows is None else (rows, *shapes[path].shape[1:]),
+                shapes[path].dtype,
+            )
+            for path in paths
+        })  # fmt: skip
+        return {"transform": jax.eval_shape(transform.init, some), MASTER: some}
+
+    def _tree(
+        self,
+        transform: optax.GradientTransformation,
+        paths: Sequence[str],
+        leaves: Flat,
+        rows: int | None,
+    ) -> PyTree:
+        """The state of some parameters, from its leaves."""
+        shapes = self._shapes(transform, paths, rows)
+        if not any(path.startswith(f"{MASTER}/") for path in leaves):
+            del shapes[MASTER]
+        return _filled(shapes, leaves)
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """All leaves by path, those of the state where they rest."""
+
+    grads: Flat
+    params: Flat
+    state: Flat
+    places: Mapping[str, NamedSharding]
+    """Of the state."""
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Leaves of the state that rest on the host."""
+        return frozenset(p for p, s in self.places.items() if s.memory_kind not in (None, DEVICE))
+
+    def to_device(self, leaves: Flat) -> Flat:
+        """Leaves, or layers of them, brought to the device if they are not there."""
+        return {
+            path: jax.device_put(x, self.places[path].with_memory_kind(DEVICE))
+            if path in self.on_host
+            else x
+            for path, x in leaves.items()
+        }
+
+    def to_rest(self, leaves: Flat) -> Flat:
+        """Leaves, or layers of them, brought to where they rest."""
+        return {
+            path: jax.device_put(x, self.places[path]) if path in self.on_host else x
+            for path, x in leaves.items()
+        }
+
+
+
+def stacked_paths(stacked_params: PyTree, stacked_state: PyTree) -> frozenset[str]:
+    """The paths of the leaves that hold one entry a layer, from trees of booleans."""
+    flags = [*leaves_by_path(stacked_params), *leaves_by_path(stacked_state)]
+    return frozenset(path for path, is_stacked in flags if is_stacked)
+
+
+def _row(stack: Any, index: Any, stages: int) -> Any:
+    """Layer `index` of each stage, [stages, ...], of a stack [layers, ...]."""
+    if stages == 1:
+        return jax.lax.dynamic_slice_in_dim(stack, index, 1)
+    apart = stack.reshape(stages, -1, *stack.shape[1:])
+    return jax.lax.dynamic_index_in_dim(apart, index, 1, keepdims=False)
+
+
+def _put(stack: Any, row: Any, index: Any, stages: int) -> Any:
+    """The stack with that layer of each stage replaced."""
+    if stages == 1:
+        return jax.lax.dynamic_update_slice_in_dim(stack, row, index, 0)
+    apart = stack.reshape(stages, -1, *stack.shape[1:])
+    return jax.lax.dynamic_update_index_in_dim(apart, row, index, 1).reshape(stack.shape)
+
+
+def _nested(leaves: Flat) -> PyTree:
+    """A tree of dicts from its leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return tree
+
+
+def _filled(tree: PyTree, leaves: Flat) -> PyTree:
+    """A tree with other leaves, by path."""
+    return jax.tree.map_with_path(lambda path, _: leaves[path_name(path)], tree)
+
+
+def _leaves_of_names(names: PyTree) -> list[tuple[str, Any]]:
+    flat = jax.tree.leaves_with_path(names, is_leaf=lambda node: isinstance(node, tuple))
+    return [(path_name(path), leaf) for path, leaf in flat]

@@ -1,0 +1,77 @@
+"""Which memory the optimizer's state rests in: the device's or its host's.
+
+Owns: the choice of leaves and the names of memories. Does not own: how a leaf is split (that is the
+same in every memory, `placement`), and how leaves travel (`optim.sweep`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import jax
+
+from shardtrain.errors import ConfigError
+
+DEVICE: Final = "device"
+HOST: Final = "pinned_host"
+"""jax's names of memories; pages of `HOST` stay where they are, so that devices can copy alone."""
+
+MASTER: Final = "master"
+"""Where the optimizer's state has the wider copy of the parameters; all else are moments."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What of the optimizer's state rests in the memory of the host."""
+
+    moments: bool = False
+    master: bool = False
+    fraction: float = 1.0
+    """Part of those bytes that is on the host at least; the largest leaves go first."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is on the host."""
+        return self.moments or self.master
+
+    def on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """The leaves that rest on the host.
+
+        Args:
+            leaves: (path, bytes) of those of the optimizer's state that have a parameter's shape.
+
+        Returns:
+            Their paths.
+        """
+        wanted = [
+            (path, size)
+            for path, size in leaves
+            if (self.master if path.split("/")[0] == MASTER else self.moments)
+        ]
+        goal, moved = self.fraction * sum(size for _, size in wanted), 0
+        chosen = []
+        for path, size in sorted(wanted, key=lambda leaf: -leaf[1]):
+            if moved >= goal:
+                break
+            chosen.append(path)
+            moved += size
+        return frozenset(chosen)
+
+
+def require_host_memory(devices: Sequence[jax.Device]) -> None:
+    """Refuses devices that cannot reach their host's memory.
+
+    Raises:
+        ConfigError: jax names no such memory for them.
+    """
+    for device in devices:
+        if device.process_index == jax.process_index():
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if HOST not in kinds:
+                raise ConfigError(
+                    f"{device.device_kind} has no host memory that jax can use",
+                    where="offload",
+                    value=", ".join(kinds) or "no memory at all",
+                    allowed=f"devices with {HOST}: NVIDIA GPUs, TPUs, CPUs",
+                    cure='set offload.optimizer and offload.master to "device"',
+                )

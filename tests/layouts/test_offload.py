@@ -1,0 +1,173 @@
+"""State on the host: the same run bit for bit, and on the device for its own update only (O-22)."""
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from shardtrain.checkpoint.checkpointer import Checkpointer
+from shardtrain.config import load_config
+from shardtrain.config_effects import ineffective_settings
+from shardtrain.errors import ConfigError
+from shardtrain.run import Run, build
+from shardtrain.sharding.placement import leaves_by_path
+from shardtrain.sharding.tiers import HOST, Tiers, require_host_memory
+
+ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0, clipped": {"sharding.zero": 0, "optimizer.clip_norm": 0.1},
+    "zero 1, 4 microbatches": {"sharding.zero": 1, "train.microbatches": 4},
+    "zero 2, bfloat16": {"sharding.zero": 2, "train.precision": "bfloat16"},
+    "pipeline 2, zero 1, bfloat16": {
+        "mesh.pipeline": 2,
+        "sharding.zero": 1,
+        "train.microbatches": 2,
+        "train.precision": "bfloat16",
+    },
+    "half of it": {"train.precision": "bfloat16", "offload.fraction": 0.5},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "zero 3, tensor 2, 4 microbatches, float16": {
+        "sharding.zero": 3,
+        "mesh.tensor": 2,
+        "train.microbatches": 4,
+        "train.precision": "float16",
+    },
+    "pipeline 2, 6 layers, interleaved": {
+        "mesh.pipeline": 2,
+        "model.num_layers": 6,
+        "pipeline.schedule": "interleaved",
+        "pipeline.virtual_stages": 2,
+        "train.microbatches": 2,
+    },
+    "masters only": {"train.precision": "bfloat16", "offload.optimizer": "device"},
+}
+"""In the marked run."""
+
+
+def make_run(folder: Path, name: str = "adamw", **overrides: Any) -> Run:
+    """A small transformer on four devices."""
+    text = folder / "text.txt"
+    text.write_text("all work and no play makes jack a dull boy\n" * 100)
+    sections = {
+        "run": {"steps": 12, "cpu_devices": 8},
+        "model": {"num_layers": 2, "embed_dim": 16, "num_heads": 4},
+        "data": {"path": str(text), "sequence_length": 16, "batch_size": 16},
+        "optimizer": {"name": name, "learning_rate": 1e-2},
+    }
+    config = load_config(sections, overrides)
+    return build(config, devices=jax.devices()[:4])
+
+
+def compiled(run: Run) -> Any:
+    """The step as users compile it: the tests' own options round differently from kernel to kernel,
+    according to what is fused."""
+    options: dict[str, Any] = {"xla_backend_optimization_level": 3}
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        options["xla_cpu_use_fusion_emitters"] = True
+    lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
+    return lowered.compile(compiler_options=options)
+
+
+def run_steps(run: Run, steps: int, *, quick: bool = False) -> Any:
+    step, state = run.step if quick else compiled(run), run.init()
+    for cursor in range(steps):
+        state, _ = step(state, run.batch_at(cursor))
+    return state
+
+
+def kinds(state: Any) -> dict[str, str]:
+    return {
+        path: leaf.sharding.memory_kind
+        for path, leaf in leaves_by_path(state.opt_state)
+        if leaf.ndim
+    }
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(more, marks=pytest.mark.campaign) for more in MORE)]
+)
+def test_o22_parameters_are_equal_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    """O-22: after 10 steps all leaves of the state are those of a run without offload."""
+    keys = (LAYOUTS | MORE)[layout]
+    plain = run_steps(make_run(tmp_path, **keys | {"offload.optimizer": "device"}), 10)
+    state = run_steps(make_run(tmp_path, **ON_HOST | keys), 10)
+    for (path, ours), (_, theirs) in zip(
+        leaves_by_path(state.params) + leaves_by_path(state.opt_state),
+        leaves_by_path(plain.params) + leaves_by_path(plain.opt_state),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs, err_msg=path)
+    found = kinds(state)
+    if layout == "masters only":
+        assert {p.split("/")[0] for p, kind in found.items() if kind == HOST} == {"master"}
+    elif layout == "half of it":
+        leaves = dict(leaves_by_path(state.opt_state))
+        held = sum(leaves[p].nbytes for p, kind in found.items() if kind == HOST)
+        assert 0.5 <= held / sum(leaf.nbytes for leaf in leaves.values()) < 0.75
+    else:
+        assert set(found.values()) == {HOST}
+    assert all(leaf.sharding.memory_kind != HOST for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "adafactor", "muon"])
+def test_other_optimizers_see_each_layer_alone(tmp_path: Path, name: str) -> None:
+    """Those that work on whole matrices add up in another order; they agree to rounding."""
+    wide = {"train.precision": "float64", "optimizer.clip_norm": 1.0}
+    with jax.enable_x64(True):
+        plain, state = (
+            run_steps(make_run(tmp_path, name, **wide, **keys), 3, quick=True)
+            for keys in ({}, ON_HOST)
+        )
+    for (path, ours), (_, theirs) in zip(
+        leaves_by_path(state.params), leaves_by_path(plain.params), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=path)
+
+
+def test_a_checkpoint_goes_between_host_and_device(tmp_path: Path) -> None:
+    """Saved from the host and restored to it, to the device, and back: the same 12 steps."""
+    keys = LAYOUTS["zero 2, bfloat16"]
+    offloaded, plain = make_run(tmp_path, **keys, **ON_HOST), make_run(tmp_path, **keys)
+    want = run_steps(plain, 12)
+    with Checkpointer(tmp_path / "saved", keep=2) as checkpoints:
+        checkpoints.save(4, run_steps(offloaded, 4), {})
+        checkpoints.wait()
+        for run in (offloaded, plain):
+            state = checkpoints.restore(4, run.program.abstract_saved)
+            assert (HOST in kinds(state).values()) == (run is offloaded)
+            step = compiled(run)
+            for cursor in range(4, 12):
+                state, _ = step(state, run.batch_at(cursor))
+            jax.tree.map(np.testing.assert_array_equal, state.params, want.params)
+
+
+def test_the_largest_go_first() -> None:
+    leaves = [("transform/mu/a", 10), ("transform/mu/b", 60), ("master/b", 60), ("master/c", 30)]
+    assert Tiers(moments=True).on_host(leaves) == {"transform/mu/a", "transform/mu/b"}
+    assert Tiers(moments=True, fraction=0.5).on_host(leaves) == {"transform/mu/b"}
+    assert Tiers(master=True).on_host(leaves) == {"master/b", "master/c"}
+    assert Tiers().on_host(leaves) == frozenset()
+
+
+def test_devices_without_host_memory_are_refused() -> None:
+    class Gpu:
+        process_index = 0
+        device_kind = "Some GPU"
+
+        def addressable_memories(self) -> list[Any]:
+            return []
+
+    with pytest.raises(ConfigError, match="Some GPU has no host memory that jax can use"):
+        require_host_memory([Gpu()])  # type: ignore[list-item]
+    require_host_memory(jax.devices())
+
+
+def test_masters_that_are_not_there_are_told() -> None:
+    config = load_config("quickstart", {"offload.master": "host"})
+    assert 'offload.master=host has no effect: train.precision="float32" has no masters' in (
+        ineffective_settings(config)
+    )
