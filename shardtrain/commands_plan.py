@@ -193,7 +193,11 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
     """
     cluster = plan.cluster
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
-    job = Job(lower_step, (config, plan.workload.vocab_size))
+    job = Job(
+        lower_step,
+        (config, plan.workload.vocab_size),
+        uses_host=plan.workload.program.layout.tiers.any,
+    )
     try:
         compiled = compile_for(
             target, {"step": job}, seconds=seconds, overlap=config.train.overlap

@@ -54,6 +54,8 @@ def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
     for name, size in one.memory.by_class().items():
         if size:
             table.add_row(name, f"{size / 2**30:.2f}")
+    if one.memory.host:
+        table.add_row("on its host", f"{one.memory.host / 2**30:.2f}")
     console.print(table)
     needed = plan.needed if one is plan.own else one.memory.total
     console.print(

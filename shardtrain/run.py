@@ -317,9 +317,9 @@ def lower_step(
         What is compiled to have the program that `train` runs on such devices.
     """
     program = make_program(config, vocab_size=vocab_size, devices=devices)
-    lowered: jax.stages.Lowered = program.step.lower(
-        program.abstract_state, abstract_batch(config, program)
-    )
+    traced = program.step.trace(program.abstract_state, abstract_batch(config, program))
+    gpus = mesh_platform(program.layout.mesh) == "gpu"
+    lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",) if gpus else None)
     return lowered
 
 

@@ -11,7 +11,7 @@ way in, and the one before on its way out.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from shardtrain.sharding.placement import (
     path_name,
 )
 from shardtrain.sharding.tiers import DEVICE, MASTER
+
+UPDATE: Final = "update"
+"""The scope of the loop over layers: the name of its operations in a compiled program."""
 
 PyTree = Any
 Flat = dict[str, Any]
@@ -175,7 +178,8 @@ class Streamed:
             return (following, stacks, params, {p: found[p] for p in shared}), None
 
         begin = (load(stacks, 0), stacks, {path: old.params[path] for path in layers}, shared)
-        (_, stacks, params, counts), _ = jax.lax.scan(body, begin, jnp.arange(count))
+        with jax.named_scope(UPDATE):
+            (_, stacks, params, counts), _ = jax.lax.scan(body, begin, jnp.arange(count))
         return params, stacks | counts
 
     # -- parts of trees
@@ -185,7 +189,8 @@ class Streamed:
         places = dict(leaves_by_path(self.placement.optimizer))
         axes = {mesh_axes(places[path].spec[0]) for path in layers}
         assert axes <= {(), (PIPELINE,)}, axes
-        return self.placement.mesh.shape[PIPELINE]
+        stages: int = self.placement.mesh.shape[PIPELINE]
+        return stages
 
     def _part(
         self, paths: Sequence[str], old: "_Leaves", rows: int | None
@@ -254,7 +259,6 @@ class _Leaves:
             path: jax.device_put(x, self.places[path]) if path in self.on_host else x
             for path, x in leaves.items()
         }
-
 
 
 def stacked_paths(stacked_params: PyTree, stacked_state: PyTree) -> frozenset[str]:

@@ -117,8 +117,9 @@ def widened(x: jax.Array, dtype: Any) -> jax.Array:
     wide = x.astype(dtype)
     if jnp.dtype(x.dtype).itemsize >= jnp.dtype(dtype).itemsize:
         return wide
-    own = jnp.finfo(x.dtype)
-    return jax.lax.reduce_precision(wide, own.nexp, own.nmant)
+    own = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]
+    rounded: jax.Array = jax.lax.reduce_precision(wide, own.nexp, own.nmant)
+    return rounded
 
 
 def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:

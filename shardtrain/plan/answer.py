@@ -120,6 +120,7 @@ class Plan:
             "parameters": self.workload.num_parameters,
             "layout": asdict(own.layout),
             "bytes_per_device": _rounded(own.memory.by_class()),
+            "host_bytes_per_device": round(own.memory.host),
             "memory": {
                 "device": self.cluster.chip.memory,
                 "margin": MARGIN,

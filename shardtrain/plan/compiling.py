@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.errors import EXIT_DOES_NOT_FIT, UserError
+from shardtrain.plan.elsewhere import compile_elsewhere
 from shardtrain.plan.targets import Target, require_compiler_of, target_devices
+from shardtrain.sharding.mesh import lowering_for
 from shardtrain.sharding.xla_flags import missing_flags
 
 Lower = Callable[..., Any]
@@ -73,6 +75,8 @@ class Job:
 
     lower: Lower
     arguments: tuple[Any, ...] = ()
+    uses_host: bool = False
+    """Whether some of its arrays are in the memory of the host; see `elsewhere`."""
 
 
 def compile_for(
@@ -104,7 +108,10 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="shardtrain-plan-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request", "answer", "log"))
         request.write_bytes(pickle.dumps((target, dict(jobs))))
-        code = _run([request, answer, log], _environment(target, xla_flags, overlap), seconds)
+        environment = _environment(target, xla_flags, overlap)
+        if any(job.uses_host for job in jobs.values()):
+            environment["XLA_FLAGS"] += f" {_DEVICE_FLAG}={target.num_devices}"
+        code = _run([request, answer, log], environment, seconds)
         words = log.read_text(encoding="utf-8", errors="replace")
         if code == 0:
             compiled: dict[str, Compiled] | UserError = pickle.loads(answer.read_bytes())
@@ -208,9 +215,8 @@ def child_main() -> None:
 
 def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
     start, written = time.perf_counter(), log.stat().st_size
-    lowered = job.lower(devices, *job.arguments)
     try:
-        compiled = lowered.compile()
+        compiled = _compiled(job, devices)
     except RuntimeError as error:  # jax's
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -220,6 +226,16 @@ def _compile(job: Job, devices: Sequence[Any], log: Path) -> Compiled:
     messages = log.read_bytes()[written:].decode("utf-8", "replace").splitlines()
     found = tuple(_STAMP.sub("", line) for line in messages if _REMATERIALIZED in line)
     return read_program(compiled, seconds=seconds, rematerialized=found)
+
+
+def _compiled(job: Job, devices: Sequence[Any]) -> Any:
+    if not job.uses_host or devices[0].platform == "tpu":
+        return job.lower(devices, *job.arguments).compile()
+    import jax
+
+    with lowering_for(devices[0].platform):
+        lowered = job.lower(jax.devices("cpu"), *job.arguments)
+    return compile_elsewhere(lowered, devices)
 
 
 def read_program(
@@ -232,10 +248,13 @@ def read_program(
         seconds: time that it took.
         rematerialized: as `Compiled.rematerialized`.
     """
-    memory = program.memory_analysis()
+    found = program.memory_analysis()
+    memory = {ours: int(getattr(found, theirs)) for ours, theirs in _MEMORY.items()}
+    # XLA counts the host's buffers among those that are there when most is.
+    memory["peak"] -= memory["host_arguments"] + memory["host_temporaries"]
     return Compiled(
         text=program.as_text(),
-        memory={ours: int(getattr(memory, theirs)) for ours, theirs in _MEMORY.items()},
+        memory=memory,
         seconds=seconds,
         rematerialized=rematerialized,
     )

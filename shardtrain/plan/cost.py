@@ -33,6 +33,10 @@ PRODUCTS_REACH = 0.65
 """Part of the dense rate that large products reach, where the chip's row does not say."""
 MEMORY_REACHES = 0.8
 """Part of the memory's rate that work limited by it reaches."""
+HOST_LINK_REACHES = 0.75
+"""Part of the link's rate that large copies between device and host reach."""
+_HOST_LINK = 16e9
+"""Bytes/s of a link to the host that a chip's row does not give: 16 lanes of PCIe 3."""
 SPREAD = 0.1
 """How far products may be off either way."""
 
@@ -130,6 +134,8 @@ class Rates:
     """FLOP/s."""
     memory: float
     """Bytes/s."""
+    host: float
+    """Bytes/s from the host's memory, and as many back."""
 
     def seconds(self, work: Work) -> tuple[float, float]:
         """Time of a piece's products, and of all else."""
@@ -155,7 +161,11 @@ def chip_rates(chip: Chip, precision: str) -> Rates:
             cure="give it in a TOML file of chips (--chips); docs/plan.md shows how",
         )
     reach = chip.products_reach or PRODUCTS_REACH
-    return Rates(chip.flops[kind] * reach, chip.memory_bandwidth * MEMORY_REACHES)
+    return Rates(
+        chip.flops[kind] * reach,
+        chip.memory_bandwidth * MEMORY_REACHES,
+        (chip.host_link or _HOST_LINK) * HOST_LINK_REACHES,
+    )
 
 
 @dataclass(frozen=True)
@@ -264,7 +274,8 @@ class _Model:
         entries = state.entries.split if self.layout.zero >= 1 else state.entries.used
         itemsize: int = jnp.dtype(policy.accumulate).itemsize
         moved = 2 * state.optimizer + state.parameters + 2 * entries * itemsize
-        return moved / self.rates.memory
+        # From the host and back, both ways at once, beside the work in the device's memory.
+        return max((moved + 4 * state.host) / self.rates.memory, state.host / self.rates.host)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
+from shardtrain.optim.sweep import UPDATE
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.expected import Expected
@@ -144,6 +145,7 @@ class Evidence:
                     instruction
                     for computation, instruction in sources
                     if instruction.opcode == "dynamic-update-slice"
+                    and f"/{UPDATE}/" not in instruction.op_name
                     and "transpose(" not in instruction.op_name
                     and not self.origins.argument(computation, instruction.operands[1])
                 ],

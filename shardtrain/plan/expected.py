@@ -20,6 +20,7 @@ from shardtrain.models.flops import training_flops_per_token
 from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.sharding.placement import mesh_axes, path_name, split_size
+from shardtrain.sharding.tiers import HOST
 from shardtrain.strategies.order import is_stacked
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.train.build import Program
@@ -70,6 +71,8 @@ class Expected:
     leaves: tuple[Leaf, ...]
     state: Mapping[str, tuple[Dims, int]]
     """Dims and bytes of each tensor of the state, by the program's name of it."""
+    on_host: frozenset[str]
+    """Those that rest in the memory of the host."""
     parameter_width: int
     """Bytes of an entry of a parameter where it is used."""
     gradient_width: int
@@ -101,6 +104,11 @@ class Expected:
     def state_bytes(self) -> int:
         """All that rests between two steps."""
         return sum(size for _, size in self.state.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """What of it rests on the device."""
+        return sum(size for name, (_, size) in self.state.items() if name not in self.on_host)
 
     @property
     def parameters(self) -> int:
@@ -182,6 +190,11 @@ def expect(
         remat=remat,
         leaves=tuple(_leaves(program)),
         state=_state(program),
+        on_host=frozenset(
+            STATE + jax.tree_util.keystr(path)
+            for path, sharding in jax.tree.leaves_with_path(program.shardings)
+            if sharding.memory_kind == HOST
+        ),
         parameter_width=width,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],

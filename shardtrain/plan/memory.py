@@ -34,6 +34,8 @@ class Memory:
     buffers: float
     """What the layer under way works with: its results, gathered weights, its gradients."""
     batch: float
+    host: float = 0.0
+    """In the memory of the device's host; in no sum below."""
 
     @property
     def state(self) -> float:
@@ -43,11 +45,11 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return math.fsum(getattr(self, part.name) for part in fields(self))
+        return math.fsum(getattr(self, part.name) for part in fields(self)[:-1])
 
     def by_class(self) -> dict[str, float]:
         """The parts by name, and the `total`."""
-        return {part.name: getattr(self, part.name) for part in fields(self)} | {
+        return {part.name: getattr(self, part.name) for part in fields(self)[:-1]} | {
             "total": self.total
         }
 
@@ -64,6 +66,8 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     held = _in_pipeline(workload, layout, state) if piped else _in_a_row(workload, layout, state)
     tokens = workload.samples(layout) * layout.microbatches * workload.length
     words = 5 if workload.separate_documents else 3
+    # What comes from the host for its update, when activations are gone.
+    streamed = max(_streamed(workload, layout, state) - held.activations - held.logits, 0.0)
     return Memory(
         parameters=state.parameters,
         master=state.master,
@@ -71,9 +75,27 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         gradients=held.gradients,
         activations=held.activations,
         logits=held.logits,
-        buffers=held.buffers,
+        buffers=max(held.buffers, streamed),
         batch=4.0 * words * tokens,
+        host=state.host,
     )
+
+
+_IN_FLIGHT = 3
+"""Layers of the state that are on the device at once: one coming, one in work, one going."""
+
+
+def _streamed(workload: Workload, layout: Layout, state: State) -> float:
+    """Most of the host's state that is on the device at once."""
+    entries, rows = state.entries, workload.rows(layout)
+    layers, ends = (
+        (entries.split_layers, entries.split_ends)
+        if layout.zero >= 1
+        else (entries.layers, entries.ends)
+    )
+    each = state.host / max(layers + ends, 1)
+    stages = layout.pipeline
+    return each * max(_IN_FLIGHT * layers * stages / rows, 2.0 * ends)
 
 
 @dataclass(frozen=True)

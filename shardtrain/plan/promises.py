@@ -1,8 +1,8 @@
 """The promises of a layout: one function and one row each.
 
 Owns: the table, and the checks of the state, of donation and of recomputation. Does not own: those
-of communication (`promises_traffic`), what they are checked on (`evidence`), how outcomes are shown
-(`audit`).
+of communication (`promises_traffic`) and of offload (`promises_offload`), what they are checked on
+(`evidence`), how outcomes are shown (`audit`).
 """
 
 import re
@@ -12,6 +12,8 @@ from typing import Final, TypeAlias
 from shardtrain.plan.evidence import Evidence, Fault, Outcome, broken, kept, unchecked
 from shardtrain.plan.expected import STATE
 from shardtrain.plan.hlo import Instruction
+from shardtrain.plan.host_copies import HOST
+from shardtrain.plan.promises_offload import host_state_travels
 from shardtrain.plan.promises_traffic import (
     gradients_reduced_once,
     gradients_scattered,
@@ -61,7 +63,11 @@ def state_rests_as_placed(evidence: Evidence) -> Outcome:
     words = f"{found:,} bytes of state are arguments, {wanted:,} by the placement"
     if faults:
         return broken(words, faults)
-    whole = sum(map(_nbytes, evidence.origins.arguments.values()))
+    whole = sum(
+        _nbytes(argument)
+        for argument in evidence.origins.arguments.values()
+        if HOST not in argument.shape
+    )
     held = evidence.compiled.memory["arguments"]
     if held > whole * (1 + PADDING) + 8 * len(evidence.origins.arguments):
         return broken(words, [Fault("", "all arguments", "bytes", whole, held, "as allocated")])
@@ -71,8 +77,8 @@ def state_rests_as_placed(evidence: Evidence) -> Outcome:
 def state_is_donated(evidence: Evidence) -> Outcome:
     """The new state takes over the memory of the old one, all of it."""
     expected, module = evidence.expected, evidence.module
-    aliased, wanted = evidence.compiled.memory["aliased"], expected.state_bytes
-    words = f"{aliased:,} bytes are donated, the state has {wanted:,}"
+    aliased, wanted = evidence.compiled.memory["aliased"], expected.device_bytes
+    words = f"{aliased:,} bytes are donated, the state on the device has {wanted:,}"
     faults = [
         Fault(argument.name, name, "bytes", _nbytes(argument), 0, "its memory is not taken over")
         for name, argument in evidence.origins.arguments.items()
@@ -148,6 +154,7 @@ def nothing_rematerialized(evidence: Evidence) -> Outcome:
 PROMISES: Final[Mapping[str, Check]] = {
     "state rests as placed": state_rests_as_placed,
     "state is donated": state_is_donated,
+    "state on the host travels once": host_state_travels,
     "gradients are reduced once": gradients_reduced_once,
     "gradients are reduce-scattered": gradients_scattered,
     "parameters are gathered once": parameters_gathered_once,

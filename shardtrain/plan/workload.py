@@ -20,6 +20,7 @@ from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
 from shardtrain.sharding.placement import Placement, bytes_per_device, leaves_by_path, tree_bytes
 from shardtrain.sharding.rules import compute_table, stored_table
+from shardtrain.sharding.tiers import HOST, MASTER
 from shardtrain.strategies.config import PipelineConfig
 from shardtrain.strategies.parts import LAYERS
 from shardtrain.strategies.schedules.layout import Layout as Spread
@@ -229,10 +230,12 @@ class Workload:
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
+        device, host = _by_memory(opt_state, placement.optimizer_state(opt_state))
         return State(
             parameters=tree_bytes(params, placement.params),
-            optimizer=tree_bytes(opt_state, placement.optimizer_state(opt_state)),
-            master=tree_bytes(masters, placement.optimizer) if policy.has_master else 0,
+            optimizer=sum(device.values()),
+            master=sum(size for path, size in device.items() if path.startswith(f"{MASTER}/")),
+            host=sum(host.values()),
             entries=entries,
         )
 
@@ -240,11 +243,13 @@ class Workload:
         """The state as if each entry of a parameter cost the same."""
         one, policy = self._one, self.program.policy
         resting = entries.split if layout.zero >= 1 else entries.used
+        share = resting / one.entries.used
         return State(
             parameters=(entries.split if layout.zero >= 3 else entries.used)
             * jnp.dtype(policy.compute).itemsize,
-            optimizer=round(resting * one.optimizer / one.entries.used),
-            master=resting * jnp.dtype(policy.master).itemsize * policy.has_master,
+            optimizer=round(share * one.optimizer),
+            master=round(share * one.master),
+            host=round(share * one.host),
             entries=entries,
         )
 
@@ -274,6 +279,7 @@ class Workload:
             zero=layout.zero,
             names=own.names,
             shapes={**own.shapes, LAYERS: layers},
+            tiers=own.tiers,
         )
 
 
@@ -313,9 +319,11 @@ class State:
 
     parameters: int
     optimizer: int
-    """Masters, moments, counts."""
+    """Masters, moments, counts; those on the device."""
     master: int
     """The part of it that is the wider copy of the parameters."""
+    host: int
+    """What rests in the memory of the device's host."""
     entries: "Entries"
 
 
@@ -337,6 +345,17 @@ class Entries:
     def split(self) -> int:
         """Its part of them after ZeRO's split."""
         return self.split_layers + self.split_ends
+
+
+def _by_memory(tree: Any, shardings: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of each leaf on one device, and in its host's memory."""
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    places = jax.tree.leaves(shardings)
+    for (path, leaf), place in zip(leaves_by_path(tree), places, strict=True):
+        memory = host if place.memory_kind == HOST else device
+        memory[path] = bytes_per_device(leaf.shape, leaf.dtype, place)
+    return device, host
 
 
 def _entries(placement: Placement) -> Entries:

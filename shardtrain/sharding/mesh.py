@@ -1,7 +1,9 @@
 """The device mesh: its five named axes and how a mesh is made. Owns no rule of what lies where."""
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -91,8 +93,26 @@ def split_axes(mesh: Mesh | AbstractMesh) -> list[str]:
     return [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
 
 
+_lowers_for: contextvars.ContextVar[str] = contextvars.ContextVar("lowers for", default="")
+
+
+@contextlib.contextmanager
+def lowering_for(platform: str) -> Iterator[None]:
+    """While this is open, every mesh says that its devices are of another platform.
+
+    For programs that are lowered on virtual devices and compiled for others (`plan.elsewhere`).
+    """
+    token = _lowers_for.set(platform)
+    try:
+        yield
+    finally:
+        _lowers_for.reset(token)
+
+
 def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
     """The devices' platform, "cpu", "gpu" or "tpu"; of a mesh without devices, jax's default."""
+    if _lowers_for.get():
+        return _lowers_for.get()
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return str(device.platform if device else jax.default_backend())

@@ -23,6 +23,7 @@ LAYOUT = Expected(
     remat="none",
     leaves=(EMBEDDING, UP),
     state={},
+    on_host=frozenset(),
     parameter_width=2,
     gradient_width=2,
     products=Products(0.0, (0.0, 0.0)),

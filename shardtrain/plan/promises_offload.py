@@ -1,0 +1,50 @@
+"""What offload promises: what rests on the host is there, and travels once each way in a step.
+
+Owns: that one check. Does not own: how copies are found (`host_copies`).
+"""
+
+from shardtrain.plan.evidence import Evidence, Fault, Outcome, broken, kept, unchecked
+from shardtrain.plan.host_copies import HOST, host_copies
+
+AGAIN = 1.15
+"""Of bytes: the loop over layers loads its last layer once too often."""
+ASYNC = 0.9
+"""Of bytes that travel: those of single tensors between the layers may be waited for."""
+
+
+def host_state_travels(evidence: Evidence) -> Outcome:
+    """State on the host is an argument there, and is copied in and out once, at the same time."""
+    expected, module = evidence.expected, evidence.module
+    if not expected.on_host:
+        return unchecked("nothing rests on the host")
+    wanted = sum(expected.state[name][1] for name in expected.on_host)
+    arguments = evidence.origins.arguments
+    faults = [
+        Fault(
+            found.name if found else "", name, "bytes", expected.state[name][1], 0, "on the device"
+        )
+        for name in sorted(expected.on_host)
+        if (found := arguments.get(name)) is None or HOST not in found.shape
+    ]
+    copies = host_copies(module)
+    moved = {
+        way: sum(c.nbytes * c.times for c in copies if c.to_host is (way == "out"))
+        for way in ("in", "out")
+    }
+    alone = sum(c.nbytes * c.times for c in copies if not c.is_async)
+    words = (
+        f"{wanted:,} bytes of state are on the host; {moved['in']:,} come in and {moved['out']:,} "
+        f"go out in a step, {1 - alone / max(sum(moved.values()), 1):.0%} beside other work"
+    )
+    faults += [
+        Fault("", f"all that goes {way}", "bytes", wanted, size)
+        for way, size in moved.items()
+        if not wanted <= size <= AGAIN * wanted
+    ]
+    if alone > (1 - ASYNC) * sum(moved.values()):
+        faults += [
+            Fault(c.name, c.op_name, "bytes", 0, c.nbytes * c.times, "nothing goes on meanwhile")
+            for c in copies
+            if not c.is_async
+        ]
+    return broken(words, faults) if faults else kept(words)
