@@ -5,8 +5,9 @@ the arithmetic of an update (`update`), nor which leaves are on the host (`shard
 
 State on the host is never on the device as a whole: copying all of it in, updating and copying it
 out would hold more than no offload at all. A leaf that is no layer's is a group of its own; the
-layers of the stack are groups of one layer a stage. While one group is computed the next is on its
-way in, and the one before on its way out.
+layers of the stack are groups of one layer a stage. While one layer is computed the next is on its
+way in, and the one before on its way out. XLA may fetch single leaves and the first layer early,
+while the backward still runs, where there is room.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -106,44 +107,28 @@ class Streamed:
             places=dict(leaves_by_path(shardings)),
         )
         stacked = self.stacked()
-        new_params: Flat = {}
-        new_state: Flat = {}
-        token: Any = jnp.zeros(())
-        for path in (path for path in old.params if path not in stacked):
-            made, found, token = self._leaf(advance, old, path, token)
-            new_params, new_state = new_params | made, new_state | found
-        layers = [path for path in old.params if path in stacked]
-        if layers:
-            made, found = self._layers(advance, old, layers, stacked, token)
-            new_params, new_state = new_params | made, new_state | found
+        ends, layers = ([p for p in old.params if (p in stacked) is want] for want in (False, True))
+        done = [self._leaf(advance, old, path) for path in ends]
+        done += [self._layers(advance, old, layers, stacked)] if layers else []
+        new_params = {p: x for some, _ in done for p, x in some.items()}
+        new_state = {p: x for _, some in done for p, x in some.items()}
         return _filled(params, new_params), _filled(state, new_state)
 
-    def _leaf(
-        self, advance: Advance, old: "_Leaves", path: str, token: Any
-    ) -> tuple[Flat, Flat, Any]:
-        """Updates one leaf; what comes in for it waits for what went out before."""
+    def _leaf(self, advance: Advance, old: "_Leaves", path: str) -> tuple[Flat, Flat]:
+        """Updates a leaf that is no layer's."""
         transform, names = self._part([path], old, rows=None)
-        state = {name: old.state[name] for name in names}
-        waits = {name: x for name, x in state.items() if name in old.on_host}
-        waits, token = jax.lax.optimization_barrier((waits, token))
         new_params, new = advance(
             transform,
             _nested({path: old.grads[path]}),
-            self._tree(transform, [path], old.to_device(state | waits), rows=None),
+            self._tree(
+                transform, [path], old.to_device({n: old.state[n] for n in names}), rows=None
+            ),
             _nested({path: old.params[path]}),
         )
-        updated = dict(leaves_by_path(new))
-        out = old.to_rest(updated)
-        token, _ = jax.lax.optimization_barrier((token, {n: out[n] for n in waits}))
-        return dict(leaves_by_path(new_params)), out, token
+        return dict(leaves_by_path(new_params)), old.to_rest(dict(leaves_by_path(new)))
 
     def _layers(
-        self,
-        advance: Advance,
-        old: "_Leaves",
-        layers: Sequence[str],
-        stacked: frozenset[str],
-        token: Any,
+        self, advance: Advance, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
     ) -> tuple[Flat, Flat]:
         """Updates the stack, a layer of each stage at a time."""
         stages = self._stages(layers)
@@ -153,14 +138,13 @@ class Streamed:
         # Counts and the like: each layer begins with the old ones.
         shared = {path: old.state[path] for path in names if path not in stacked}
         stacks = {path: old.state[path] for path in rows}
-        waits = {path: x for path, x in stacks.items() if path in old.on_host}
-        stacks |= jax.lax.optimization_barrier((waits, token))[0]
 
         def load(stacks: Flat, index: Any) -> Flat:
             return old.to_device({p: _row(x, index, stages) for p, x in stacks.items()})
 
-        def body(carry: Any, index: Any) -> tuple[Any, None]:
+        def turn(carry: Any, index: Any) -> tuple[Any, None]:
             here, stacks, params, _ = carry
+            # The last turn loads its own layer once more: a branch would hold both at once.
             following = load(stacks, jnp.minimum(index + 1, count - 1))
             new_params, new = advance(
                 transform,
@@ -177,9 +161,9 @@ class Streamed:
             params = {p: _put(x, made[p], index, stages) for p, x in params.items()}
             return (following, stacks, params, {p: found[p] for p in shared}), None
 
-        begin = (load(stacks, 0), stacks, {path: old.params[path] for path in layers}, shared)
+        carry = (load(stacks, 0), stacks, {path: old.params[path] for path in layers}, shared)
         with jax.named_scope(UPDATE):
-            (_, stacks, params, counts), _ = jax.lax.scan(body, begin, jnp.arange(count))
+            (_, stacks, params, counts), _ = jax.lax.scan(turn, carry, jnp.arange(count))
         return params, stacks | counts
 
     # -- parts of trees

@@ -514,7 +514,7 @@ def test_every_promise_has_an_outcome_and_json_takes_all() -> None:
         "tensor groups are in one domain",
     ]
     plain = json.loads(json.dumps(found.as_json()))
-    assert plain["promises"][5]["name"] == ONE_LAYER
+    assert plain["promises"][6]["name"] == ONE_LAYER
     assert plain["promises"][6]["faults"][0]["belongs_to"] == "layers/up"
 
 
