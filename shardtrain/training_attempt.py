@@ -31,6 +31,7 @@ from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyErro
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
+from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -119,7 +120,9 @@ class Attempt:
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
         found = changes(saved["config"], self.run.config.model_dump())
-        if saved["tokens"] != tokens:
+        if is_imported(saved):  # nothing was trained yet
+            found = [change for change in found if chosen_by_weights(change.key)]
+        elif saved["tokens"] != tokens:
             found.append(Change("the tokens", saved["tokens"], tokens, "breaks"))
         allow = self.run.config.run.allow_changes
         check_changes(found, allow=allow, where=str(self.directory.path))
@@ -263,11 +266,7 @@ class Attempt:
         return state
 
     def _restore(self, step: int) -> TrainState:
-        program = self.run.program
-        saved: TrainState = self.checkpoints.restore(
-            step, program.abstract_saved, missing={"skipped": 0}
-        )
-        return program.from_saved(saved)
+        return restore_state(self.checkpoints, step, self.run.program)
 
     def _loop(
         self,
