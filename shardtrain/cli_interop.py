@@ -4,6 +4,7 @@ Owns: the options, and how a folder of another trainer becomes sections. Does no
 (`commands_interop`), imported when it runs.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -95,7 +96,7 @@ def export_command(options: ExportOptions, config: RunConfig) -> int:
     Raises:
         UserError: There is no checkpoint, or the model belongs to no family.
     """
-    prepare_devices(1)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and a GPU of a run is left alone
     from shardtrain.commands_interop import export_weights
 
     return export_weights(config, out=options.out, dtype=options.dtype, json=options.json)

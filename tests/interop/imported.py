@@ -39,8 +39,9 @@ def logits_with(config: RunConfig, ids: np.ndarray) -> np.ndarray:
             model = nnx.merge(program.graph, params)
             return model({"tokens": tokens}, None, make_stack())
 
-    found = np.asarray(scores(state.params, ids.astype(np.int32)))
-    return found[..., : config.model.vocab_size]
+    rows = np.resize(ids, (mesh.size, ids.shape[1])).astype(np.int32)  # for every data shard
+    found = np.asarray(scores(state.params, rows))
+    return found[: len(ids), :, : config.model.vocab_size]
 
 
 def tensors_in(folder: Path) -> dict[str, bytes]:

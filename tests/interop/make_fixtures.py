@@ -3,11 +3,13 @@
     pip install '.[reference]'
     python -m tests.interop.make_fixtures
 
-writes `tests/interop/models/NAME/`: config.json, safetensors, `ids.npy` [2, 24] and `logits.npy`.
-Weights are drawn by NumPy from the name of each tensor, so that they do not depend on torch. A test
-makes them anew and compares, where transformers is installed.
+writes `tests/interop/models/NAME/`, or the same in a folder that is named: config.json,
+safetensors, `ids.npy` [2, 24] and `logits.npy`. Weights are drawn by NumPy from the name of each
+tensor, so that they do not depend on torch. A test makes them anew and compares, where transformers
+is installed.
 """
 
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -100,4 +102,4 @@ def logits(model: Any, ids: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    make(MODELS)
+    make(Path(sys.argv[1]) if len(sys.argv) > 1 else MODELS)
