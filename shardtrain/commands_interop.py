@@ -36,7 +36,7 @@ from shardtrain.interop.hf_files import DTYPES, WeightFiles, write_files
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.tensors import Parameter
 from shardtrain.interop.weights import exported, exported_shapes, map_files, parameters
-from shardtrain.run import make_program
+from shardtrain.run import count_parameters, make_program
 from shardtrain.run_state import WEIGHTS
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train.build import Program
@@ -79,7 +79,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
                 shutil.copyfile(source / name, target / name)
         shutil.copyfile(source / CONFIG_FILE, target / KEPT_CONFIG)
         directory.write_resolved(to_toml(config))
-    count = _count(own)
+    count = count_parameters(program, config.model.vocab_size)
     if json:
         told = {"run": str(target), "family": family.model_type, "parameters": count}
         print(json_.dumps({**told, "notes": training_notes(source)}))
@@ -112,14 +112,6 @@ def _parameters(config: RunConfig, program: Program) -> dict[str, Parameter]:
     return parameters(weights, names, vocab_size=config.model.vocab_size)
 
 
-def _count(own: dict[str, Parameter]) -> int:
-    """Parameters, without padding."""
-    return sum(
-        int(np.prod(list(p.sizes.values()))) * (p.shape[0] if p.is_stacked else 1)
-        for p in own.values()
-    )
-
-
 def _common(dtypes: dict[str, str]) -> dict[str, str]:
     """Types by name, with the most common one under "" and not repeated."""
     kinds = sorted(dtypes.values())
@@ -150,7 +142,9 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
             )
         mesh = abstract_mesh(dict.fromkeys(config.mesh.model_dump(), 1))
         config = _with_vocabulary(config)
-        own = _parameters(config, _plain_program(config, mesh))
+        program = _plain_program(config, mesh)
+        own = _parameters(config, program)
+        count = count_parameters(program, config.model.vocab_size)
         dtype_of = _dtypes(checkpoints.metadata(step), dtype)
         saved = _SavedParameters(checkpoints, step)
         temporary = target.with_name(target.name + ".tmp")
@@ -171,14 +165,14 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
     written = [path.name for path in files]
     if json:
         told = {"step": step, "family": family.model_type, "files": written}
-        print(json_.dumps({**told, "parameters": _count(own)}))
+        print(json_.dumps({**told, "parameters": count}))
         return 0
     console = make_console()
     if TOKENIZER_FILE not in written:
         words = f'data.tokenizer="{config.data.tokenizer}" is no file, so there is none here'
         console.print(f"note: {words}", markup=False, soft_wrap=True)
     console.print(
-        f"step {step} as {family.model_type}, {_count(own):,} parameters: {target}",
+        f"step {step} as {family.model_type}, {count:,} parameters: {target}",
         markup=False,
         soft_wrap=True,
     )

@@ -29,7 +29,7 @@ from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
 from shardtrain.models.flops import training_flops_per_token
-from shardtrain.run import Run
+from shardtrain.run import Run, count_parameters
 from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
 from shardtrain.sharding.mesh import mesh_platform, split_axes
@@ -136,7 +136,8 @@ class Attempt:
         """What runs where, as a title and rows."""
         run, config, bytes_ = self.run, self.run.config, self.run.report
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
-        count = sum(leaf.size for leaf in jax.tree.leaves(run.program.abstract_saved.params))
+        vocab_size = config.model.vocab_size or run.info.vocab_size
+        count = count_parameters(run.program, vocab_size)
         data = config.data
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
