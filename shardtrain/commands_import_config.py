@@ -31,8 +31,12 @@ def import_config(path: str, *, out: str, devices: int) -> int:
         ConfigError: it cannot be read, or a value is wrong.
     """
     values = _read(Path(path))
-    mapped = map_config(values, devices=devices)
-    raise_all(section_faults(mapped.sections, SECTIONS, {}, complete=False))
+    try:
+        mapped = map_config(values, devices=devices)
+        raise_all(section_faults(mapped.sections, SECTIONS, {}, complete=False))
+    except ConfigError as error:
+        error.where = f"{path}: {error.where}"
+        raise
     text = to_text(mapped, Path(path).name)
     if not out:
         print(text, end="")

@@ -188,6 +188,13 @@ def _optimizer(top: _Reader) -> None:
     if rate is not None:
         top.mapped.put("optimizer.learning_rate", float(rate))
     betas = values.take("betas", list, _BETAS.get(name, [0.9, 0.999]))
+    if len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas):
+        raise ConfigError(
+            "is of the wrong kind",
+            where=f"{values.path}betas",
+            value=repr(betas),
+            allowed="two numbers",
+        )
     top.mapped.put("optimizer.beta1", float(betas[0]))
     top.mapped.put("optimizer.beta2", float(betas[1]))
     if name != "lion":
