@@ -101,7 +101,11 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
 def _in_folder(config: RunConfig, source: Path, target: Path) -> RunConfig:
     """The config of the run as it lies in its folder."""
     sections = config.model_dump()
-    sections["run"] |= {"name": target.resolve().name, "dir": str(target)}
+    if config.run.dir != f"runs/{config.run.name}":  # which is what it is unless it is given
+        raise ConfigError(
+            "the folder of an import is --out", where="--run.dir", value=config.run.dir
+        )
+    sections["run"]["dir"] = str(target)
     if Path(config.data.tokenizer) == source / TOKENIZER_FILE:
         sections["data"]["tokenizer"] = str(target / TOKENIZER_FILE)
     return load_config(sections)

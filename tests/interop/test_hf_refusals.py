@@ -253,6 +253,11 @@ def test_a_mesh_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "mesh.tensor=4: model.num_kv_heads=2" in capsys.readouterr().err
 
 
+def test_one_folder_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_import(MODELS / "llama", tmp_path / "run", "--run.dir", "elsewhere") == 2
+    assert "--run.dir: the folder of an import is --out" in capsys.readouterr().err
+
+
 def test_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     from shardtrain import cli
 
