@@ -77,10 +77,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Turn text files, folders, JSONL and Parquet text columns into token files."""
+    """Turn text files, folders, JSONL, Parquet columns or arrays of tokens into token files."""
 
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH...")]
-    """Files and folders."""
+    """Files and folders; .npy, .bin and .idx are tokens already."""
     out: str
     """Folder for train.tokens and validation.tokens."""
     tokenizer: str = "bytes"
@@ -91,6 +91,8 @@ class Prepare:
     """Decides which documents those are."""
     column: str = ""
     """Field or column that holds the text. "" = the one that is there."""
+    megatron: bool = False
+    """Write each file for Megatron-LM too, as .bin and .idx beside it."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _verify(options: Verify, config: RunConfig) -> int:
 
 
 def _prepare(options: Prepare) -> int:
-    from shardtrain.data.prepare import prepare_command
+    from shardtrain.data.prepare_command import prepare_command
 
     prepare_command(
         options.paths,
@@ -202,6 +204,7 @@ def _prepare(options: Prepare) -> int:
         options.validation_fraction,
         options.seed,
         options.column,
+        megatron=options.megatron,
     )
     return 0
 

@@ -41,6 +41,7 @@ TASKS: Final[dict[str, type[BaseModel]]] = {"language_model": LanguageModelConfi
 """Section class of each `task.type`."""
 TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
 """Tokens of each tokenizer that needs no file; others are `tokenizer.json` files."""
+_TOKEN_FILES: Final = (".tokens", ".npy", ".bin", ".idx")
 
 
 class RunConfig(BaseModel):
@@ -175,10 +176,12 @@ def known_vocab(config: RunConfig) -> int | None:
         config: A loaded config.
 
     Returns:
-        The size, or None for a prepared folder or a tokenizer file, which say it themselves.
+        The size, or None for a tokenizer file, a prepared folder or an array of tokens, which say
+        it themselves.
     """
     path = Path(config.data.path)
-    if config.data.path and (path.suffix == ".tokens" or (path / "train.tokens").exists()):
+    others = path.suffix in _TOKEN_FILES or Path(f"{path}.idx").exists()
+    if config.data.path and (others or (path / "train.tokens").exists()):
         return None
     return TOKENIZERS.get(config.data.tokenizer)
 
