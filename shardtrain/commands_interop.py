@@ -159,6 +159,8 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
             files = write_files(temporary, exported_shapes(family, own, dtype_of), tensors)
             files.append(temporary / CONFIG_FILE)
             files[-1].write_text(_config_json(config, family, run, dtype_of("")), encoding="utf-8")
+            for path in files:  # safetensors lets nobody else read what it writes
+                path.chmod(files[-1].stat().st_mode)
             files += _copy_tokenizer(config, run, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -33,8 +33,6 @@ ROUNDED = {
     "gpt3_175b": (174.6, 1),
     # Smith et al. 2022, arXiv 2201.11990
     "megatron_turing_530b": (530, 0),
-    # Narayanan et al. 2021, arXiv 2104.04473, table 1
-    "gpt_1t": (1008.0, 1),
 }
 BILLION = 10**9
 

@@ -152,6 +152,9 @@ def _zero(part: _Reader, devices: int) -> None:
     stage = part.take("stage", int)
     if stage is not None:
         part.mapped.put("sharding.zero", stage)
+    overlap = part.take("overlap_comm", bool)
+    if overlap is not None:
+        part.mapped.put("train.overlap", overlap)
     shard = part.take("mics_shard_size", int)
     if shard and shard > 0:
         if devices and devices % shard == 0:

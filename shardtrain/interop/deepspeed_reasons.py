@@ -30,6 +30,7 @@ REASONS: Final[dict[str, str]] = {
     "bf16.*": "masters are float32 here, and gradients are added up in float32",
     "bfloat16.*": "masters are float32 here, and gradients are added up in float32",
     "fp16.*": _SCALE,
+    "torch_autocast": "train.precision is one for the whole step",
     "amp": "train.precision is float32 or bfloat16; apex has no counterpart",
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,

@@ -54,7 +54,7 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "run": {"steps": 1000},
         "data": {"batch_size": 64},
         "sharding": {"zero": 3},
-        "train": {"microbatches": 4, "precision": "bfloat16"},
+        "train": {"microbatches": 4, "precision": "bfloat16", "overlap": True},
         "optimizer": {
             "clip_norm": 0.5,
             "name": "adamw",
@@ -75,7 +75,6 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert config.optimizer.beta2 == 0.98
     for line in (
         "# zero_optimization.offload_optimizer: there is no offload to host or disk",
-        "# zero_optimization.overlap_comm: XLA plans buffers",
         "# zero_optimization.stage3_prefetch_bucket_size: XLA plans",
         "# tensorboard.output_path: a tracker's files lie in the run's folder",
         "# activation_checkpointing: recomputation is a key here",
@@ -90,7 +89,16 @@ def test_every_key_is_mapped_or_listed() -> None:
     """Nothing is left out in silence, however deep it stands."""
     left = dict(map_config(EXAMPLE).left)
     used = {"train_batch_size", "gradient_accumulation_steps", "steps_per_print", "stage"}
-    used |= {"gradient_clipping", "type", "lr", "betas", "eps", "weight_decay", "enabled"}
+    used |= {
+        "gradient_clipping",
+        "type",
+        "overlap_comm",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "enabled",
+    }
     used |= {"total_num_steps", "warmup_num_steps", "cos_min_ratio"}
 
     def walk(values: dict[str, Any], path: str) -> None:
