@@ -213,6 +213,25 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     return faults or _unsupported(config)
 
 
+def with_defaults(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a saved config with the keys that are newer than it.
+
+    Args:
+        sections: A whole config, as it was saved.
+
+    Returns:
+        The same, and missing keys at their defaults: a new key changes nothing until it is set.
+    """
+    whole: dict[str, dict[str, Any]] = {}
+    for name, kind in section_classes(sections).items():
+        whole[name] = {
+            key: field.get_default(call_default_factory=True, validated_data={})
+            for key, field in kind.model_fields.items()
+            if not field.is_required()
+        } | dict(sections.get(name, {}))
+    return whole
+
+
 def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
     """Return the class of each section, as `model.type` and `task.type` choose it.
 

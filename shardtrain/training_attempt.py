@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardtrain.checkpoint.arrays import Writer, tree_bytes
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.checkpoint.retention import Retention
-from shardtrain.config import to_toml
+from shardtrain.config import to_toml, with_defaults
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
@@ -119,7 +119,7 @@ class Attempt:
         if latest is None:
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
-        found = changes(saved["config"], self.run.config.model_dump())
+        found = changes(with_defaults(saved["config"]), self.run.config.model_dump())
         if is_imported(saved):  # nothing was trained yet
             found = [change for change in found if chosen_by_weights(change.key)]
         elif saved["tokens"] != tokens:

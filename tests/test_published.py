@@ -3,10 +3,12 @@
 Counted on an abstract mesh, with the layout of the config, from the shapes that a run would have.
 """
 
+import json
 from typing import Any
 
 import pytest
 
+from shardtrain import cli
 from shardtrain.commands import placement
 from shardtrain.config import load_config
 from shardtrain.interop.hf_config import family_of
@@ -40,6 +42,18 @@ BILLION = 10**9
 @pytest.mark.parametrize("name", EXACT)
 def test_counts_to_the_last_one(name: str) -> None:
     assert placement(load_config(name))[2] == EXACT[name]
+
+
+def test_the_count_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "gpt2_124m", "--placement", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["count"] == EXACT["gpt2_124m"]
+    assert cli.main(["config", "gpt2_124m", "--placement"]) == 0
+    assert "124,439,808 parameters; mesh data 8, ZeRO 1" in capsys.readouterr().out
+
+
+def test_padding_does_not_count() -> None:
+    config = load_config("gpt2_124m", {"model.vocab_multiple": 128})
+    assert placement(config)[2] == EXACT["gpt2_124m"]
 
 
 @pytest.mark.parametrize("name", ROUNDED)
