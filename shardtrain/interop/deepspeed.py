@@ -142,9 +142,27 @@ def _precision(top: _Reader) -> None:
     if part.take("enabled", bool, False):
         top.mapped.put("train.precision", "bfloat16")
     part.finish()
-    part = top.table("fp16")
-    if part.take("enabled", bool, False):
-        part.mapped.leave("fp16.enabled", "there is no float16 yet: train.precision = bfloat16")
+    _half(top.table("fp16"))
+
+
+def _half(part: _Reader) -> None:
+    if not part.take("enabled", bool, False):
+        for name in list(part.values):
+            part.leave(name, "fp16.enabled is false")
+        return
+    put = part.mapped.put
+    put("train.precision", "float16")
+    fixed = part.take("loss_scale", (int, float), 0)
+    power = part.take("initial_scale_power", int, 16)
+    window = part.take("loss_scale_window", int, 1000)
+    put("train.loss_scale", float(fixed or 2**power))
+    put("train.loss_scale_window", 0 if fixed else window)
+    if fixed:
+        part.mapped.leave("fp16.loss_scale", "is where the scale begins; an overflow halves it")
+    hysteresis = part.take("hysteresis", int, 2)
+    if hysteresis != 1:
+        part.mapped.leave("fp16.hysteresis", "an overflow retries its batch, so 1 is enough")
+    put("train.loss_scale_floor", float(part.take("min_loss_scale", (int, float), 1)))
     part.finish()
 
 
@@ -155,6 +173,7 @@ def _zero(part: _Reader, devices: int) -> None:
     overlap = part.take("overlap_comm", bool)
     if overlap is not None:
         part.mapped.put("train.overlap", overlap)
+    _offload(part)
     shard = part.take("mics_shard_size", int)
     if shard and shard > 0:
         if devices and devices % shard == 0:
@@ -163,6 +182,19 @@ def _zero(part: _Reader, devices: int) -> None:
             part.mapped.leave(
                 part.path + "mics_shard_size", "mesh.replica is devices / this: --devices"
             )
+    part.finish()
+
+
+def _offload(zero: _Reader) -> None:
+    part = zero.table("offload_optimizer")
+    device = part.take("device", str, "none")
+    if device == "cpu":
+        part.mapped.put("offload.optimizer", "host")
+        part.mapped.put("offload.master", "host")
+        ratio = part.take("ratio", (int, float), 1.0)
+        part.mapped.put("offload.fraction", float(ratio))
+    elif device != "none":
+        part.mapped.leave(f"{part.path}device", f"there is no offload to {device} in this version")
     part.finish()
 
 

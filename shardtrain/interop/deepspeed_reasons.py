@@ -8,9 +8,8 @@ from typing import Final
 
 UNKNOWN: Final = "is not among the keys of DeepSpeed that are known here"
 _XLA: Final = "XLA plans buffers and overlaps communication; `plan` says what comes of it"
-_OFFLOAD: Final = "there is no offload to host or disk in this version"
+_OFFLOAD: Final = "[offload] has the optimizer and the masters on the host, and nothing else"
 _KERNEL: Final = "XLA makes the kernels"
-_SCALE: Final = "there is no float16 yet, so no loss scale"
 _NOT_HERE: Final = "has no counterpart in this version"
 _MEASURED: Final = "metrics.jsonl, timeline.jsonl and `shardtrain report` always have it"
 _REMAT: Final = 'recomputation is a key here: train.remat = "full", "dots" or names of tensors'
@@ -29,10 +28,10 @@ REASONS: Final[dict[str, str]] = {
     "scheduler.params.last_batch_iteration": "a checkpoint says where a run goes on",
     "bf16.*": "masters are float32 here, and gradients are added up in float32",
     "bfloat16.*": "masters are float32 here, and gradients are added up in float32",
-    "fp16.*": _SCALE,
+    "fp16.*": "masters are float32 here, and the loss scale is train.loss_scale",
     "torch_autocast": "train.precision is one for the whole step",
-    "amp": "train.precision is float32 or bfloat16; apex has no counterpart",
-    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "amp": "train.precision says it; apex has no counterpart",
+    "zero_optimization.offload_optimizer.*": "copies are planned by XLA, layer by layer",
     "zero_optimization.offload_param": _OFFLOAD,
     "zero_optimization.cpu_offload": _OFFLOAD,
     "zero_optimization.cpu_offload_params": _OFFLOAD,

@@ -30,7 +30,7 @@ EXAMPLE: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
         "stage3_prefetch_bucket_size": 5e7,
-        "offload_optimizer": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
     },
     "tensorboard": {"enabled": True, "output_path": "logs"},
     "activation_checkpointing": {"partition_activations": True},
@@ -67,6 +67,7 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "warmup_steps": 100,
             "final_ratio": 0.2,
         },
+        "offload": {"optimizer": "host", "master": "host", "fraction": 1.0},
         "log": {"every": 50, "trackers": ["tensorboard"]},
     }
     model = {"num_layers": 1, "embed_dim": 16, "num_heads": 2}
@@ -74,7 +75,7 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     config = load_config({**found, "model": model, "data": data, "mesh": {"data": 2}})
     assert config.optimizer.beta2 == 0.98
     for line in (
-        "# zero_optimization.offload_optimizer: there is no offload to host or disk",
+        "# zero_optimization.offload_optimizer.pin_memory: copies are planned by XLA",
         "# zero_optimization.stage3_prefetch_bucket_size: XLA plans",
         "# tensorboard.output_path: a tracker's files lie in the run's folder",
         "# activation_checkpointing: recomputation is a key here",
@@ -99,7 +100,7 @@ def test_every_key_is_mapped_or_listed() -> None:
         "weight_decay",
         "enabled",
     }
-    used |= {"total_num_steps", "warmup_num_steps", "cos_min_ratio"}
+    used |= {"device", "total_num_steps", "warmup_num_steps", "cos_min_ratio"}
 
     def walk(values: dict[str, Any], path: str) -> None:
         for key, value in values.items():
@@ -136,7 +137,25 @@ def test_every_key_is_mapped_or_listed() -> None:
             [],
         ),
         ({"train_batch_size": "auto"}, 0, {}, ["train_batch_size"]),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, 0, {}, ["fp16.enabled", "fp16.loss_scale"]),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}},
+            0,
+            {"train": {"precision": "float16", "loss_scale": 4096.0, "loss_scale_window": 1000}},
+            ["fp16.hysteresis"],
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 1}},
+            0,
+            {"train": {"precision": "float16", "loss_scale": 128.0, "loss_scale_window": 0}},
+            ["fp16.loss_scale"],
+        ),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, 0, {}, ["fp16.loss_scale"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            0,
+            {"sharding": {"zero": 2}},
+            ["zero_optimization.offload_optimizer.device"],
+        ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}},
             0,

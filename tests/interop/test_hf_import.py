@@ -122,6 +122,25 @@ def test_the_model_is_not_open(runs: Path, capsys: pytest.CaptureFixture[str]) -
     assert "model.norm_epsilon: 1e-05 -> 0.001" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"train.precision": "float16"}, {"offload.optimizer": "host", "sharding.zero": 1}],
+    ids=["float16", "offload"],
+)
+def test_the_rest_of_the_state_is_made(runs: Path, keys: dict[str, object]) -> None:
+    """A state of weights from elsewhere has all that an initial one has, in the same places."""
+    from shardtrain.run import make_program
+    from shardtrain.run_state import restore_state
+
+    config = load_config(runs / "gpt2", keys)
+    program = make_program(config, vocab_size=config.model.vocab_size)
+    with Checkpointer(runs / "gpt2" / "checkpoints") as checkpoints:
+        state = restore_state(checkpoints, 0, program)
+    found = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    wanted = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), program.abstract_state)
+    assert found == wanted
+
+
 def test_stages_get_their_layers(runs: Path) -> None:
     """Weights in model order rest in a stack that a pipeline shares out."""
     from shardtrain.commands_trained import restore_newest
