@@ -19,6 +19,15 @@ import tyro
 from shardtrain import __version__
 from shardtrain.cli_checkpoints import CheckpointsOptions, checkpoints_command
 from shardtrain.cli_flags import config_words, parse, parse_plain
+from shardtrain.cli_interop import (
+    ExportOptions,
+    ImportConfigOptions,
+    ImportOptions,
+    export_command,
+    import_command,
+    import_config_command,
+    import_sections,
+)
 from shardtrain.cli_launch import SHORT, LaunchFlags, launch_command
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
@@ -68,10 +77,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Turn text files, folders, JSONL and Parquet text columns into token files."""
+    """Turn text files, folders, JSONL, Parquet columns or arrays of tokens into token files."""
 
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH...")]
-    """Files and folders."""
+    """Files and folders; .npy, .bin and .idx are tokens already."""
     out: str
     """Folder for train.tokens and validation.tokens."""
     tokenizer: str = "bytes"
@@ -82,6 +91,8 @@ class Prepare:
     """Decides which documents those are."""
     column: str = ""
     """Field or column that holds the text. "" = the one that is there."""
+    megatron: bool = False
+    """Write each file for Megatron-LM too, as .bin and .idx beside it."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ def _verify(options: Verify, config: RunConfig) -> int:
 
 
 def _prepare(options: Prepare) -> int:
-    from shardtrain.data.prepare import prepare_command
+    from shardtrain.data.prepare_command import prepare_command
 
     prepare_command(
         options.paths,
@@ -193,6 +204,7 @@ def _prepare(options: Prepare) -> int:
         options.validation_fraction,
         options.seed,
         options.column,
+        megatron=options.megatron,
     )
     return 0
 
@@ -273,6 +285,8 @@ class Command:
     """Whether the handler also gets the config's flags as they were written."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Flags of one letter, and what they stand for."""
+    sections: Callable[[str], Mapping[str, Any]] | None = None
+    """How what `source` names becomes sections, where it is no config."""
 
 
 COMMANDS = {
@@ -288,6 +302,9 @@ COMMANDS = {
     "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
     "launch": Command(LaunchFlags, "config", launch_command, passes_on=True, short=SHORT),
     "schedule": Command(ScheduleOptions, "", schedule_command),
+    "import": Command(ImportOptions, "hf_dir", import_command, sections=import_sections),
+    "export": Command(ExportOptions, "run", export_command),
+    "import-config": Command(ImportConfigOptions, "", import_config_command),
     "doctor": Command(Doctor, "", _doctor),
 }
 
@@ -356,8 +373,10 @@ def _dispatch(words: list[str]) -> int:
     if not command.source:
         return command.handler(parse_plain(command.options, rest, command=name))
     rest = [command.short.get(word, word) for word in rest]
-    options, source, flags = parse(command.options, rest, command=name, source=command.source)
-    config = load_config(source, flags)
+    options, source, flags = parse(
+        command.options, rest, command=name, source=command.source, sections=command.sections
+    )
+    config = load_config(command.sections(source) if command.sections else source, flags)
     if command.passes_on:
         return command.handler(options, config, config_words(command.options, rest))
     return command.handler(options, config)
@@ -366,7 +385,7 @@ def _dispatch(words: list[str]) -> int:
 def _overview() -> str:
     lines = ["usage: shardtrain COMMAND [OPTIONS]", "", "One sharded trainer in JAX.", ""]
     lines += [
-        f"  {name:11} {(command.options.__doc__ or '').splitlines()[0]}"
+        f"  {name:13} {(command.options.__doc__ or '').splitlines()[0]}"
         for name, command in COMMANDS.items()
     ]
     lines += ["", "`shardtrain COMMAND --help` has the options; every key of a config is one."]

@@ -6,7 +6,7 @@ commands are and do (`shardtrain.cli`), and whether a config is right (`shardtra
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
@@ -67,7 +67,12 @@ def scan(arguments: Sequence[str], arity: Mapping[str, int | None]) -> Given:
 
 
 def parse(
-    kind: type[Options], arguments: Sequence[str], *, command: str, source: str
+    kind: type[Options],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    source: str,
+    sections: Callable[[str], Mapping[str, Any]] | None = None,
 ) -> tuple[Options, str, dict[str, Any]]:
     """Read the command line of a command that works on a config.
 
@@ -76,6 +81,7 @@ def parse(
         arguments: The command line after the command.
         command: Name of the command.
         source: The option that names the config; its default is used when it is not given.
+        sections: How what is named becomes sections, where it is no config.
 
     Returns:
         The options, the config source, and the values of config flags by dotted key.
@@ -92,7 +98,7 @@ def parse(
         if "help" not in given.values and "-h" not in arguments:
             raise ConfigError(f"{source.upper()} is missing", where=f"shardtrain {command}")
         name = None
-    raw, places, _ = read_source(name)
+    raw, places, _ = read_source(sections(name) if sections and name else name)
     for flag, words in dotted.items():
         if flag in ("model.type", "task.type") and words:
             put(raw, flag, words[0])

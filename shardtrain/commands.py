@@ -14,7 +14,7 @@ from rich.text import Text
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
 from shardtrain.errors import EXIT_FAILED
-from shardtrain.run import Run, build, make_program, make_report
+from shardtrain.run import Run, build, count_parameters, make_program, make_report
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
@@ -84,11 +84,14 @@ def verify_command(config: RunConfig, *, steps: int, shrink: bool, json: bool) -
 # -- config --placement
 
 
-def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh]:
+def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh, int]:
     """Where a config's parameters rest, without data and, if need be, without the devices.
 
     Args:
         config: from `load_config`. Its mesh need not fit this machine.
+
+    Returns:
+        Bytes on one device, the mesh, and how many parameters there are.
     """
     count = jax.device_count()
     asked = math.prod(d for d in config.mesh.model_dump().values() if d > 0)
@@ -96,12 +99,12 @@ def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh]:
     mesh = None if fits else abstract_mesh(config.mesh.model_dump())
     vocab = config.model.vocab_size or known_vocab(config) or open_data(config.data)[2].vocab_size
     program = make_program(config, vocab_size=vocab, mesh=mesh)
-    return make_report(program), program.layout.mesh
+    return make_report(program), program.layout.mesh, count_parameters(program, vocab)
 
 
 def placement_command(config: RunConfig, *, json: bool) -> int:
     """`shardtrain config --placement`."""
-    report, mesh = placement(config)
+    report, mesh, count = placement(config)
     total = {
         "parameters": report.parameters,
         "gradients": report.gradients,
@@ -115,6 +118,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
                 {
                     "mesh": dict(mesh.shape),
                     "zero": config.sharding.zero,
+                    "count": count,
                     "parameters": rows,
                     "total": total,
                     "memory": memory,
@@ -131,7 +135,10 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
         sizes = (row.parameters, row.gradients, row.optimizer)
         table.add_row(_description(row), *map(human_bytes, sizes))
     table.add_row("total", *map(human_bytes, total.values()))
-    console.print(f"mesh {degrees or '1 device'}, ZeRO {config.sharding.zero}; bytes on one device")
+    console.print(
+        f"{count:,} parameters; mesh {degrees or '1 device'}, ZeRO {config.sharding.zero}; "
+        "bytes on one device"
+    )
     console.print(table)
     return 0
 

@@ -14,6 +14,7 @@ from shardtrain.config import RunConfig, resolve_mesh
 from shardtrain.data.sources import open_tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.run import build, make_generator, make_program
+from shardtrain.run_state import restore_state
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import checkpoints_in
 from shardtrain.train.screen import make_console, printable
@@ -42,9 +43,7 @@ def restore_newest(config: RunConfig, program: Program) -> TrainState:
                 where=str(folder),
                 cure="train it first (`shardtrain train`); an interrupted run saves as it stops",
             )
-        wanted = program.abstract_saved.replace(opt_state=())
-        state: TrainState = checkpoints.restore(step, wanted, subset=True, missing={"skipped": 0})
-    return program.from_saved(state)
+        return restore_state(checkpoints, step, program, evaluates=True)
 
 
 def generate_command(

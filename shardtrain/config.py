@@ -41,6 +41,7 @@ TASKS: Final[dict[str, type[BaseModel]]] = {"language_model": LanguageModelConfi
 """Section class of each `task.type`."""
 TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
 """Tokens of each tokenizer that needs no file; others are `tokenizer.json` files."""
+_TOKEN_FILES: Final = (".tokens", ".npy", ".bin", ".idx")
 
 
 class RunConfig(BaseModel):
@@ -175,10 +176,12 @@ def known_vocab(config: RunConfig) -> int | None:
         config: A loaded config.
 
     Returns:
-        The size, or None for a prepared folder or a tokenizer file, which say it themselves.
+        The size, or None for a tokenizer file, a prepared folder or an array of tokens, which say
+        it themselves.
     """
     path = Path(config.data.path)
-    if config.data.path and (path.suffix == ".tokens" or (path / "train.tokens").exists()):
+    others = path.suffix in _TOKEN_FILES or Path(f"{path}.idx").exists()
+    if config.data.path and (others or (path / "train.tokens").exists()):
         return None
     return TOKENIZERS.get(config.data.tokenizer)
 
@@ -208,6 +211,25 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
     faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults or _unsupported(config)
+
+
+def with_defaults(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a saved config with the keys that are newer than it.
+
+    Args:
+        sections: A whole config, as it was saved.
+
+    Returns:
+        The same, and missing keys at their defaults: a new key changes nothing until it is set.
+    """
+    whole: dict[str, dict[str, Any]] = {}
+    for name, kind in section_classes(sections).items():
+        whole[name] = {
+            key: field.get_default(call_default_factory=True, validated_data={})
+            for key, field in kind.model_fields.items()
+            if not field.is_required()
+        } | dict(sections.get(name, {}))
+    return whole
 
 
 def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:

@@ -83,6 +83,12 @@ def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
     model = config.model
     if model.position != "rope":
         yield "model.rope_theta", f'only model.position="rope" rotates, not "{model.position}"'
+        yield "model.rope_scaling", f'only model.position="rope" rotates, not "{model.position}"'
+    if model.position != "rope" or model.rope_scaling == "none":
+        yield "model.rope_factor", 'model.rope_scaling="none" slows nothing'
+    if model.position != "rope" or model.rope_scaling != "llama3":
+        for key in ("rope_trained_length", "rope_low", "rope_high"):
+            yield f"model.{key}", 'only model.rope_scaling="llama3" uses it'
     if model.position != "learned":
         yield "model.max_length", f'model.position="{model.position}" has no table'
     if model.norm == "rmsnorm":

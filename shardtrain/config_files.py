@@ -89,8 +89,17 @@ def read_source(
         raise _not_toml(path, text, str(error)) from None
     places = {key: f"{path}:{line}" for key, line in key_lines(text)}
     if source is not None and Path(source).is_dir():
-        put(raw, "run.dir", str(source))  # a run goes on where it lies, from any folder
+        _move(raw, Path(source))
     return raw, places, path.stem
+
+
+def _move(raw: dict[str, Any], folder: Path) -> None:
+    """A run goes on where it lies, from any folder, with the tokenizer that lies in it."""
+    tokenizer = raw.get("data", {}).get("tokenizer")
+    before = raw.get("run", {}).get("dir")
+    if before and isinstance(tokenizer, str) and Path(tokenizer).parent == Path(before):
+        put(raw, "data.tokenizer", str(folder / Path(tokenizer).name))
+    put(raw, "run.dir", str(folder))
 
 
 def _not_toml(path: Path, text: str, reason: str) -> ConfigError:

@@ -4,6 +4,7 @@ Owns: the assembly of a `Run`. Does not own: training it (`shardtrain.training`)
 (`shardtrain.commands`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -285,6 +286,22 @@ def make_report(program: Program) -> Report:
         opt_state=program.shapes.opt_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
     )
+
+
+def count_parameters(program: Program, vocab_size: int) -> int:
+    """Parameters of the model, each layer once, without the padding of the vocabulary.
+
+    Args:
+        program: the run's functions; its mesh may be abstract.
+        vocab_size: tokens.
+    """
+
+    def count(leaf: Any, names: tuple[str | None, ...]) -> int:
+        dims = zip(leaf.shape, names, strict=True)
+        return math.prod(min(size, vocab_size) if name == "vocab" else size for size, name in dims)
+
+    counts = jax.tree.map(count, program.abstract_saved.params, program.placement.names)
+    return sum(jax.tree.leaves(counts))
 
 
 def abstract_batch(config: RunConfig, program: Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from shardtrain.checkpoint.arrays import Writer, tree_bytes
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.checkpoint.retention import Retention
-from shardtrain.config import to_toml
+from shardtrain.config import to_toml, with_defaults
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
 from shardtrain.models.flops import training_flops_per_token
-from shardtrain.run import Run
+from shardtrain.run import Run, count_parameters
 from shardtrain.run_audit import check_step, require_auditable
+from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -118,8 +119,10 @@ class Attempt:
         if latest is None:
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
-        found = changes(saved["config"], self.run.config.model_dump())
-        if saved["tokens"] != tokens:
+        found = changes(with_defaults(saved["config"]), self.run.config.model_dump())
+        if is_imported(saved):  # nothing was trained yet
+            found = [change for change in found if chosen_by_weights(change.key)]
+        elif saved["tokens"] != tokens:
             found.append(Change("the tokens", saved["tokens"], tokens, "breaks"))
         allow = self.run.config.run.allow_changes
         check_changes(found, allow=allow, where=str(self.directory.path))
@@ -133,7 +136,8 @@ class Attempt:
         """What runs where, as a title and rows."""
         run, config, bytes_ = self.run, self.run.config, self.run.report
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
-        count = sum(leaf.size for leaf in jax.tree.leaves(run.program.abstract_saved.params))
+        vocab_size = config.model.vocab_size or run.info.vocab_size
+        count = count_parameters(run.program, vocab_size)
         data = config.data
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
@@ -263,11 +267,7 @@ class Attempt:
         return state
 
     def _restore(self, step: int) -> TrainState:
-        program = self.run.program
-        saved: TrainState = self.checkpoints.restore(
-            step, program.abstract_saved, missing={"skipped": 0}
-        )
-        return program.from_saved(saved)
+        return restore_state(self.checkpoints, step, self.run.program)
 
     def _loop(
         self,

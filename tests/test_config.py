@@ -19,6 +19,7 @@ from shardtrain.config import (
     known_vocab,
     resolve_mesh,
     to_template,
+    with_defaults,
 )
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.config_files import shipped_configs
@@ -27,6 +28,7 @@ from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.layout import divisors, layout_faults, listed, multiples
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import SAVEABLE
+from shardtrain.train.rundir import changes
 
 SMALL: dict[str, dict[str, Any]] = {
     "run": {"steps": 10},
@@ -524,6 +526,15 @@ def test_sizes_that_follow_from_others() -> None:
     assert model.padded_vocab(104) == 104
     wide = model.model_copy(update={"head_dim": 16, "num_kv_heads": 2, "vocab_size": 9})
     assert (wide.kv_heads, wide.head_size, wide.padded_vocab(101)) == (2, 16, 16)
+
+
+def test_a_saved_config_gets_newer_keys() -> None:
+    """A run that was begun before a key existed goes on as if it had its default."""
+    config = st.load_config(SMALL, {"model.norm": "rmsnorm"}).model_dump()
+    older = {name: dict(section) for name, section in config.items()}
+    del older["model"]["norm_epsilon"], older["targets"]
+    assert changes(with_defaults(older), config) == []
+    assert changes(with_defaults(older), config | {"model": {}}) != []
 
 
 # -- settings without effect

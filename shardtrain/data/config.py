@@ -18,8 +18,8 @@ class DataConfig(BaseModel):
     )
 
     path: str = ""
-    """Text file, folder of text, JSONL, Parquet, or a prepared folder. "" = the source text of
-    Python's own standard library."""
+    """Text file, folder of text, JSONL, Parquet, a prepared folder, or tokens as .npy or as
+    Megatron-LM's .bin and .idx. "" = the source text of Python's own standard library."""
     tokenizer: str = "bytes"
     """How text becomes tokens: a tokenizer.json, or bytes = one token a byte, 256 in all."""
     sequence_length: int = Field(ge=1)

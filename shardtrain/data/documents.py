@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from shardtrain.data.cache import Say, silent
+from shardtrain.data.token_arrays import array_files, array_path
 from shardtrain.data.tokens import MAGIC
 from shardtrain.errors import DataError
 
@@ -26,7 +27,7 @@ _BOM = b"\xef\xbb\xbf"
 _VARYING = {"distutils", "ensurepip", "idlelib", "lib2to3", "turtledemo"}
 _NOT_SOURCE = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "parquet", "array"]
 Piece = tuple[bytes, bool]
 """Some text, and whether its document ends with it."""
 Reached = Callable[[int], None]
@@ -53,7 +54,7 @@ def find_files(
     """List the files that documents will be read from, in a fixed order.
 
     A folder is read recursively, sorted by path, without hidden files; what is not text there is
-    skipped, and counted.
+    skipped, and counted. Arrays of tokens are read where they are named outright.
 
     Args:
         paths: files and folders.
@@ -64,9 +65,12 @@ def find_files(
         The files, each once.
 
     Raises:
-        DataError: a path is missing or unreadable, a file named outright is not text, or nothing is
-            left.
+        DataError: a path is missing or unreadable, a file named outright is not text, text and
+            arrays of tokens are mixed, or nothing is left.
     """
+    arrays = [array for path in paths if (array := array_path(path)) is not None]
+    if arrays:
+        return _arrays(arrays, paths, where)
     found: dict[Path, SourceFile] = {}
     skipped: list[Path] = []
     for path in paths:
@@ -91,7 +95,8 @@ def find_files(
                     "this is not text in UTF-8",
                     where=where,
                     value=str(file),
-                    allowed="text, .jsonl, .parquet, or a folder with train.tokens",
+                    allowed="text, .jsonl, .parquet, tokens as .npy or .bin with .idx, or a folder "
+                    "with train.tokens",
                     cure="convert it to UTF-8 text, or prepare the original text again",
                 )
     if skipped:
@@ -104,6 +109,23 @@ def find_files(
             allowed="text files, .jsonl, .parquet",
             cure="name a file or folder that holds text",
         )
+    return list(found.values())
+
+
+def _arrays(arrays: Sequence[Path], paths: Sequence[Path], where: str) -> list[SourceFile]:
+    """Arrays of tokens as files; their size is that of all their parts."""
+    if len(arrays) != len(paths):
+        raise DataError(
+            "text and arrays of tokens are not read together",
+            where=where,
+            value=", ".join(map(str, paths)),
+            cure="prepare the text first, or the arrays alone",
+        )
+    found: dict[Path, SourceFile] = {}
+    for path in arrays:
+        stats = [file.stat() for file in array_files(path)]
+        size, time = sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
+        found.setdefault(path.resolve(), SourceFile(path, "array", size, time))
     return list(found.values())
 
 

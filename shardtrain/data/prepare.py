@@ -1,4 +1,4 @@
-"""Text to token files, once, in bounded memory.
+"""Text, or tokens of others, to token files, once, in bounded memory.
 
 Owns: the pass over the documents, the split into training and validation, and opening what a
 folder of prepared tokens holds. Does not own: the format, the cache folder's layout, which text a
@@ -19,6 +19,8 @@ import numpy as np
 
 from shardtrain.data.cache import Say, exclusive, make_folder, silent, sweep
 from shardtrain.data.documents import PIECE, Piece, SourceFile, find_files, read_pieces
+from shardtrain.data.megatron import chunks
+from shardtrain.data.token_arrays import TokenArray, Vocabulary, open_arrays, vocabulary
 from shardtrain.data.tokenizer import Tokenizer, load_tokenizer
 from shardtrain.data.tokens import TokenFile, TokenWriter, Verify
 from shardtrain.errors import DataError
@@ -60,7 +62,7 @@ def prepare(
     """Turn text into `train.tokens` and `validation.tokens`.
 
     Args:
-        paths: text files, JSONL, Parquet, and folders of them.
+        paths: text files, JSONL, Parquet, and folders of them; or arrays of tokens.
         out: the folder to write to; token files in it are replaced.
         tokenizer: `bytes` or the path of a `tokenizer.json`, which is copied to `out`.
         validation_fraction: part of the documents kept for validation, 0 to below 1.
@@ -219,17 +221,22 @@ def _build(
     files: Sequence[SourceFile], out: Path, split: Split, key: str, progress: Progress
 ) -> None:
     tokenizer = split.tokenizer
+    arrays = open_arrays([file.path for file in files if file.kind == "array"])
+    kind = vocabulary(arrays, tokenizer) if arrays else Vocabulary.of(tokenizer)
 
     def writer(name: str) -> TokenWriter:
         return TokenWriter(
             out / name,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.name,
-            tokenizer_digest=tokenizer.digest,
+            vocab_size=kind.size,
+            tokenizer=kind.tokenizer,
+            tokenizer_digest=kind.tokenizer_digest,
         )
 
     with writer(TRAIN) as train, writer(VALIDATION) as validation:
-        _write(files, split, train, validation, progress)
+        if arrays:
+            _write_arrays(arrays, split, train, validation, progress)
+        else:
+            _write(files, split, train, validation, progress)
         if train.tokens == 0:
             train, validation = validation, train
         if train.tokens == 0:
@@ -241,7 +248,8 @@ def _build(
             )
         if validation.tokens == 0 and split.validation_fraction > 0:
             _move_tail(train, validation, split.validation_fraction)
-        tokenizer.save(out)
+        if kind.tokenizer:
+            tokenizer.save(out)
         partner = ""
         if validation.tokens:
             partner = validation.finish(out / VALIDATION, source=key).content
@@ -273,6 +281,26 @@ def _write(
                 target.add(end)
                 target.end_document()
                 fresh = True
+
+
+def _write_arrays(
+    arrays: Sequence[TokenArray],
+    split: Split,
+    train: TokenWriter,
+    validation: TokenWriter,
+    progress: Progress,
+) -> None:
+    """Copy every document of tokens into the one file or the other."""
+    total, done = sum(array.tokens.nbytes for array in arrays), 0
+    for array in arrays:
+        for tokens in array.documents():
+            start = tokens[: PIECE // 8].astype("<i8").tobytes()
+            target = validation if split.in_validation(start) else train
+            for part in chunks(tokens):
+                target.add(part)
+                done += part.nbytes
+                progress(done, total)
+            target.end_document()
 
 
 def _pieces(files: Sequence[SourceFile], column: str, progress: Progress) -> Iterator[Piece]:
@@ -346,57 +374,3 @@ def open_prepared(folder: Path, *, verify: Verify = "once", cache: Path | None =
             cure="prepare the text again with `shardtrain prepare`",
         )
     return Prepared(train, validation)
-
-
-def prepare_command(
-    paths: Sequence[Path | str],
-    out: Path | str,
-    tokenizer: str,
-    validation_fraction: float,
-    seed: int,
-    column: str = "",
-) -> Prepared:
-    """Prepare with a progress bar and a summary on standard error: `shardtrain prepare`.
-
-    Args:
-        paths: text files, JSONL, Parquet, and folders of them.
-        out: the folder to write to.
-        tokenizer: `bytes` or the path of a `tokenizer.json`.
-        validation_fraction: part of the documents kept for validation.
-        seed: decides which documents those are.
-        column: the field that holds the text, where there are fields.
-
-    Returns:
-        The open token files.
-
-    Raises:
-        DataError: see `prepare`.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("preparing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("prepare", total=None)
-        prepared = prepare(
-            paths,
-            out,
-            tokenizer=tokenizer,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            say=lambda message: bar.console.print(message, markup=False),
-            column=column,
-        )
-    for file in (prepared.train, prepared.validation):
-        if file is not None:
-            header = file.header
-            console.print(
-                f"{file.path}: {header.tokens:,} tokens in {header.documents:,} documents, "
-                f"{header.dtype}, vocabulary {header.vocab_size:,}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-    return prepared

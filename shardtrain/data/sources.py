@@ -23,6 +23,7 @@ from shardtrain.data.prepare import (
     open_prepared,
     prepare_files,
 )
+from shardtrain.data.token_arrays import array_path
 from shardtrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_beside
 from shardtrain.data.tokens import TokenFile, is_token_file
 from shardtrain.errors import DataError
@@ -127,9 +128,12 @@ def open_tokenizer(config: DataConfig) -> Tokenizer:
         DataError: it cannot be found or read.
     """
     path = Path(config.path).expanduser()
-    if not (config.path and _is_prepared(path)):
+    if config.path and _is_prepared(path):
+        train = open_prepared(path, cache=cache_folder(config.cache)).train
+    elif config.path and array_path(path) is not None:
+        train = _from_cache(find_files([path]), config, str(path), silent, no_progress).train
+    else:
         return load_tokenizer(config.tokenizer)
-    train = open_prepared(path, cache=cache_folder(config.cache)).train
     return tokenizer_beside(train.path, train.header)
 
 

@@ -148,6 +148,13 @@ def tokenizer_beside(tokens: Path, header: Header) -> Tokenizer:
     """
     if header.tokenizer == "bytes":
         return ByteTokenizer()
+    if not header.tokenizer:
+        raise DataError(
+            "these tokens came without their tokenizer",
+            where=str(tokens),
+            cure=f"set data.tokenizer to the {TOKENIZER_FILE} that they were made with, and "
+            "prepare them again",
+        )
     path = tokens.parent / TOKENIZER_FILE
     tokenizer = load_tokenizer(str(path))
     if tokenizer.digest != header.tokenizer_digest:

@@ -47,10 +47,23 @@ class TransformerConfig(BaseModel):
     """Normalisation before each half of a block and before the head."""
     norm_bias: bool = True
     """Whether a layernorm has a bias. rmsnorm never has one."""
+    norm_epsilon: float = Field(1e-5, gt=0)
+    """Added to the variance, or to the mean square of rmsnorm, before its root is taken."""
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How a token knows its place: a learned table, rotations, or a slope on the scores."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotation wavelengths (position = "rope")."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """Slower rotations for longer texts: linear = all of them; llama3 = those whose wavelength is
+    long beside rope_trained_length, as in Llama 3.1."""
+    rope_factor: float = Field(8.0, gt=0)
+    """How many times slower (rope_scaling = "linear" or "llama3")."""
+    rope_trained_length: int = Field(8192, ge=1)
+    """Tokens of the sequences before they were made longer (rope_scaling = "llama3")."""
+    rope_low: float = Field(1.0, gt=0)
+    """Rotations that turn less often than this within rope_trained_length are slowed in full."""
+    rope_high: float = Field(4.0, gt=0)
+    """Those that turn more often than this are left alone; between the two, in part."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
     """Activation of the MLP; swiglu and geglu have a third matrix, the gate."""
     bias: bool = True

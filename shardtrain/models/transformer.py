@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
@@ -22,7 +23,13 @@ from shardtrain.ops.dense import dense
 from shardtrain.ops.dropout import dropout, sample_keys
 from shardtrain.ops.embedding import embedding
 from shardtrain.ops.norm import layer_norm, rms_norm
-from shardtrain.ops.position import alibi_slopes, default_positions, rotary
+from shardtrain.ops.position import (
+    alibi_slopes,
+    default_positions,
+    llama3_frequencies,
+    rotary,
+    rotary_frequencies,
+)
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import constrain
 from shardtrain.strategies.stack import Stack
@@ -94,6 +101,7 @@ class Norm(nnx.Module):
 
     def __init__(self, config: TransformerConfig, dtype: Any) -> None:
         self.kind = config.norm
+        self.epsilon = config.norm_epsilon
         self.scale = constant(("embed",), (config.embed_dim,), dtype, 1.0)
         has_bias = config.norm == "layernorm" and config.norm_bias
         self.bias = constant(("embed",), (config.embed_dim,), dtype, 0.0) if has_bias else None
@@ -101,8 +109,8 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         """Normalises each position."""
         if self.kind == "rmsnorm":
-            return rms_norm(x, self.scale[...])
-        return layer_norm(x, self.scale[...], value(self.bias))
+            return rms_norm(x, self.scale[...], epsilon=self.epsilon)
+        return layer_norm(x, self.scale[...], value(self.bias), epsilon=self.epsilon)
 
 
 class Attention(nnx.Module):
@@ -140,8 +148,9 @@ class Attention(nnx.Module):
         q, k, v = split_groups(qkv)
         slopes = None
         if config.position == "rope":
-            q = rotary(q, context.positions, config.rope_theta)
-            k = rotary(k[..., None, :], context.positions, config.rope_theta)[..., 0, :]
+            frequencies = rope_frequencies(config)
+            q = rotary(q, context.positions, frequencies)
+            k = rotary(k[..., None, :], context.positions, frequencies)[..., 0, :]
         elif config.position == "alibi":
             wide = sum_dtype(q.dtype)
             slopes = jnp.asarray(alibi_slopes(config.num_heads), wide)
@@ -314,6 +323,22 @@ def residual(x: jax.Array, name: str) -> jax.Array:
     x = constrain(x, "batch", "residual_length", "embed")
     named: jax.Array = checkpoint_name(x, name)
     return named
+
+
+def rope_frequencies(config: TransformerConfig) -> np.ndarray:
+    """Radians a position of each pair of channels, float64 [head_dim / 2]."""
+    frequencies = rotary_frequencies(config.head_size, config.rope_theta)
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
+    if config.rope_scaling == "llama3":
+        return llama3_frequencies(
+            frequencies,
+            factor=config.rope_factor,
+            trained_length=config.rope_trained_length,
+            low=config.rope_low,
+            high=config.rope_high,
+        )
+    return frequencies
 
 
 def residual_stddev(config: TransformerConfig) -> float:

@@ -111,6 +111,13 @@ def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError
                 where='model.position="rope"',
             )
         )
+    if model.rope_scaling == "llama3" and model.rope_high <= model.rope_low:
+        faults.append(
+            ConfigError(
+                f"model.rope_low={model.rope_low} is not below it; Llama 3.1 has 1 and 4",
+                where=f"model.rope_high={model.rope_high}",
+            )
+        )
     if model.position == "learned" and 0 < model.max_length < data.sequence_length:
         faults.append(
             ConfigError(

@@ -187,9 +187,12 @@ class Program:
             return self.create(self.policy.master, nnx.Rngs(params=key))
 
     def _init(self) -> TrainState:
+        model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
+        return self._first_state(nnx.to_pure_dict(nnx.split(model)[1]))
+
+    def _first_state(self, master: PyTree) -> TrainState:
+        """The state before the first update, of parameters in model order."""
         key = jax.random.key(self.seed)
-        model = self._model(jax.random.fold_in(key, 0))
-        master = nnx.to_pure_dict(nnx.split(model)[1])
         master = self._stacked_at_rest(master)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -222,6 +225,35 @@ class Program:
         """Makes the initial state; its random bits are the same on every mesh."""
         init: Callable[[], TrainState] = jax.jit(self._init, out_shardings=self.shardings)
         return init
+
+    def init_from(self, weights: PyTree, *, evaluates: bool = False) -> TrainState:
+        """Makes the initial state of parameters from elsewhere.
+
+        Args:
+            weights: as `abstract_weights` describes them.
+            evaluates: whether nothing is trained, so that the state has no `opt_state`.
+        """
+        shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
+
+        def first(weights: PyTree) -> TrainState:
+            state = self._first_state(weights)
+            return state.replace(opt_state=()) if evaluates else state
+
+        made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
+        return made
+
+    @cached_property
+    def abstract_weights(self) -> PyTree:
+        """Shapes and shardings of the parameters alone: in model order, in the master dtype.
+
+        They rest like the optimizer's state, which is split at ZeRO 1 already.
+        """
+
+        def where(saved: Any, there: NamedSharding) -> Any:
+            there = model_order_sharding(there, saved.shape)
+            return jax.ShapeDtypeStruct(saved.shape, self.policy.master, sharding=there)
+
+        return jax.tree.map(where, self.abstract_saved.params, self.placement.optimizer)
 
     @cached_property
     def parts(self) -> Parts:

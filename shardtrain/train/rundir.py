@@ -28,7 +28,7 @@ _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
     | {"guard", "watchdog", "targets"}
     # Where and how far ahead the same batches are read; that they are the same has its own check.
-    | {"data.path", "data.cache", "data.prefetch"}
+    | {"data.path", "data.tokenizer", "data.cache", "data.prefetch"}
     | {"model.attention", "model.layer_loop"}  # how the same function is computed
 )
 # Keys of free sections that shape the run all the same.

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from shardtrain.data import documents, prepare
-from shardtrain.data.prepare import open_prepared, prepare_command
+from shardtrain.data.prepare import open_prepared
+from shardtrain.data.prepare_command import prepare_command
 from shardtrain.data.tokenizer import (
     ByteTokenizer,
     encode_text,

@@ -1,0 +1,1 @@
+"""Weights and configs of other trainers, both ways."""
