@@ -144,7 +144,7 @@ def host_digest(leaf: NDArray[Any]) -> NDArray[np.uint32]:
     """
     flat = np.ascontiguousarray(leaf).reshape(-1)
     total = np.zeros(2, np.uint32)
-    block = 1 << 22  # a few times 16 MiB, however large the leaf
+    block = 1 << 20  # a few times 4 MiB, however large the leaf
     with np.errstate(over="ignore"):
         for start in range(0, flat.size, block):
             total += _piece(flat[start : start + block], (slice(start, None),), flat.shape)
