@@ -12,6 +12,7 @@ from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
 from shardtrain.strategies.stack import Stack
+from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
 from shardtrain.train.state import TrainState
 
@@ -58,19 +59,22 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
     )
 
 
-def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> GradientFn:
+def make_gradient_fn(
+    task: Task, gradients: Gradients, placement: Placement, arrange: Arrange = in_order
+) -> GradientFn:
     """The gradient of a whole step: (params, batch, key) -> (metrics, gradients).
 
     Args:
         task: terms and weights.
         gradients: from a `Runner`.
         placement: where everything rests.
+        arrange: the order in which the positions of a batch are worked on.
     """
 
     def whole(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, batch, (totals, key))
+            sums, grads = gradients(params, arrange(batch), (totals, key))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
         return {"loss": sums["loss"], **means}, grads
 
@@ -109,7 +113,10 @@ def make_step(gradients: GradientFn, optimizer: Optimizer, skip_limit: int = _NO
 
 
 def make_evaluation(
-    task: Task, evaluation: Callable[[PyTree, Batch], Metrics], placement: Placement
+    task: Task,
+    evaluation: Callable[[PyTree, Batch], Metrics],
+    placement: Placement,
+    arrange: Arrange = in_order,
 ) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
     """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
 
@@ -117,11 +124,12 @@ def make_evaluation(
         task: terms and weights.
         evaluation: from a `Runner`.
         placement: where everything rests.
+        arrange: the order in which the positions of a batch are worked on.
     """
 
     def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
         with use_rules(placement.compute, placement.mesh):
-            sums = evaluation(params, batch)
+            sums = evaluation(params, arrange(batch))
         return sums, task.totals(batch)
 
     return evaluate
