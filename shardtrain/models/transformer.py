@@ -24,7 +24,7 @@ from shardtrain.ops.embedding import embedding
 from shardtrain.ops.norm import layer_norm, rms_norm
 from shardtrain.ops.position import alibi_slopes, default_positions, rotary
 from shardtrain.ops.sums import sum_dtype
-from shardtrain.sharding.rules import constrain
+from shardtrain.sharding.rules import constrain, constrain_in_steps
 from shardtrain.strategies.stack import Stack
 
 INIT_STDDEV = 0.02
@@ -322,7 +322,7 @@ def normed(x: jax.Array) -> jax.Array:
 
 def residual(x: jax.Array, name: str) -> jax.Array:
     """Brings a half block's result into the residual stream's layout, under a name for remat."""
-    x = constrain(x, "batch", "residual_length", "embed")
+    x = constrain_in_steps(x, ("batch", "length", "embed"), ("batch", "residual_length", "embed"))
     named: jax.Array = checkpoint_name(x, name)
     return named
 

@@ -129,6 +129,9 @@ def mix(
         tiles: the pairs.
     """
     size = tiles.block
+    # What may be seen is the same in every layer, so jax would make the masks of all tiles before
+    # the first and keep them: size length^2 after all. So let them need the queries.
+    q, sight = lax.optimization_barrier((q, sight))
 
     def tile(mixed: Mixed, pair: jax.Array) -> tuple[Mixed, None]:
         row, key = pair[0] * size, pair[1] * size

@@ -167,9 +167,10 @@ class Ring:
             sums, held = carry
             far = self._next((sums.k, sums.v))
             new = turn(sums.q, held, last)
-            dk, dv = self._next((far[0] + new.k, far[1] + new.v))
-            sums = Gradients(new.q, dk, dv)
+            sums = Gradients(new.q, far[0] + new.k, far[1] + new.v)
         dk, dv = (a.astype(rows.q.dtype).transpose(0, 2, 1, 3) for a in (sums.k, sums.v))
+        if last:
+            dk, dv = self._next((dk, dv))  # home
         return sums.q.astype(rows.q.dtype).transpose(0, 3, 1, 2, 4), dk, dv
 
     # -- pieces

@@ -232,6 +232,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return placed
 
 
+def constrain_in_steps(
+    x: jax.Array, first: Sequence[str | None], then: Sequence[str | None]
+) -> jax.Array:
+    """`constrain` to one layout, by way of another that splits some dim less far but does split it.
+
+    The gradient takes the same way back. Otherwise XLA finds positions of a weight gradient's two
+    operands split in two ways, of which neither is whole, and gathers both.
+
+    Args:
+        x: an array.
+        first: names of its dims on the way.
+        then: names of its dims in the end.
+    """
+    active = current()
+    if active is not None:
+        ways = zip(map(active.axes, first), map(active.axes, then), strict=True)
+        if any(way and way != end for way, end in ways):
+            x = constrain(x, *first)
+    return constrain(x, *then)
+
+
 def _resized(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
     """An array with these sizes (None: as it is), of whatever values."""
     for dim, size in enumerate(sizes):

@@ -189,3 +189,24 @@ def test_temporary_bytes_fall_with_the_degree(way, monkeypatch):
     assert two < (0.9 if way == "ring" else 0.62) * one
     assert four < 0.62 * two
     assert eight < 0.55 * four
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+def test_no_masks_are_kept(way, monkeypatch):
+    """Documents are the same in every layer, and masks of all tiles are of size length^2."""
+    monkeypatch.setattr(blockwise, "CPU_BLOCK", 64)
+
+    def temporary(length: int) -> int:
+        def loss(x, segments):
+            def layer(x, _):
+                k = x[..., 0, :]
+                return attention(x, k, k, segments=segments, implementation=way), None
+
+            return jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
+
+        x = jax.ShapeDtypeStruct((1, length, 2, 1, 4), np.float32)
+        segments = jax.ShapeDtypeStruct((1, length), np.int32)
+        compiled = jax.jit(jax.grad(loss)).lower(x, segments).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    assert temporary(4096) < 2.2 * temporary(2048)
