@@ -62,7 +62,8 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     state = workload.state(layout)
     piped = layout.pipeline > 1
     held = _in_pipeline(workload, layout, state) if piped else _in_a_row(workload, layout, state)
-    tokens = workload.samples(layout) * layout.microbatches * workload.length
+    length = workload.length // layout.context
+    tokens = workload.samples(layout) * layout.microbatches * length
     words = 5 if workload.separate_documents else 3
     return Memory(
         parameters=state.parameters,

@@ -56,7 +56,7 @@ class Pieces:
     whole_activation: int
     """Bytes of it where its positions are not split."""
     logits: int
-    """Bytes of the scores of all its tokens."""
+    """Bytes of the scores of all its tokens, or of those of one chunk of the loss."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ class Shapes:
     """What one device sees of a sample."""
 
     length: int
+    """Positions that it has."""
+    context: int
+    """Devices that share a sequence; inside attention they send each other keys and values."""
     tensor: int
     """Degree that heads, columns and vocabulary are divided by; the program is one part's."""
     sequence_parallel: bool
@@ -88,7 +91,8 @@ def trace_pieces(program: Program, shapes: Shapes, policy: str) -> Pieces:
     cut = program.parts.cut
     assert cut is not None
     residual = shapes.length // (shapes.tensor if shapes.sequence_parallel else 1)
-    with one_of_many(shapes.platform, {"length": shapes.length, "residual_length": residual}):
+    sizes = {"length": shapes.length, "residual_length": residual}
+    with one_of_many(shapes.platform, sizes, {"context": shapes.context}):
         return _traced(cut, _params(program), shapes, policy)
 
 
