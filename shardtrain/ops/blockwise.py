@@ -97,12 +97,12 @@ def block_size(length: int, platform: str) -> int:
 
 def below_diagonal(num: int) -> NDArray[np.int32]:
     """The pairs of which causality hides less than all, of so many blocks in order."""
-    return np.array([(row, key) for row in range(num) for key in range(row + 1)], np.int32)
+    return np.stack(np.tril_indices(num), 1).astype(np.int32)
 
 
 def every_pair(num: int) -> NDArray[np.int32]:
     """All pairs of so many blocks of queries and of keys."""
-    return np.array([(row, key) for row in range(num) for key in range(num)], np.int32)
+    return np.stack(np.divmod(np.arange(num * num), num), 1).astype(np.int32)
 
 
 def nothing_mixed(q: jax.Array) -> Mixed:

@@ -137,4 +137,5 @@ def _context(workload: Workload, layout: Layout) -> Iterator[Layout]:
             yield replace(layout, context=context, data=layout.data // factor)
 
 
-_STEPS = (_remat, _zero, _microbatches, _sequence, _tensor, _context)
+# Devices that share a sequence have more of them, and so microbatches to make.
+_STEPS = (_remat, _zero, _context, _microbatches, _sequence, _tensor)
