@@ -180,7 +180,10 @@ def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
         yield "all-reduce", ("replica", *shards), wide * entries.used, 1, not summed
         return
     if layout.zero == 1:
-        yield "reduce-scatter", shards, wide * entries.used, 1, not summed
+        # XLA does not scatter what is summed over `data` and rests split over `context` too.
+        whole = summed and layout.pipeline == 1 and layout.context > 1
+        kind: Kind = "all-reduce" if whole else "reduce-scatter"
+        yield kind, shards, wide * entries.used, 1, not summed
     else:
         yield "reduce-scatter", shards, narrow * entries.used, times, True
     shards = SHARDS

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
-from shardtrain.sharding.placement import Placement, constrain_tree, mesh_axes
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Gradients, Parts, Sums
@@ -154,14 +154,6 @@ def _reduced_once(
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), dtype), params)
         total, sums = jax.lax.scan(body, constrain_tree(zeros, apart_each), batch)
         sums = jax.tree.map(lambda s: s.sum((0, 1)), sums)
-        # First scattered over the shards that it is a sum of: they are not all that split it.
-        scattered = jax.tree.map(_without_context, placement.optimizer)
-        return sums, constrain_tree(jax.tree.map(lambda g: g.sum(0), total), scattered)
+        return sums, jax.tree.map(lambda g: g.sum(0), total)
 
     return gradients
-
-
-def _without_context(sharding: NamedSharding) -> NamedSharding:
-    """The same split, but for what devices that share a sequence split further."""
-    dims = (tuple(a for a in mesh_axes(dim) if a != "context") for dim in sharding.spec)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in dims)))

@@ -43,6 +43,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sharding.sequence_parallel": True,
         "task.loss_chunks": 2,
     },
+    "ring 4, 2 microbatches": {
+        "mesh.context": 4,
+        "sharding.zero": 1,
+        "train.microbatches": 2,
+        "data.separate_documents": True,
+    },
     "ulysses 8": {"mesh.context": 8, "model.attention": "ulysses", "train.remat": "full"},
     "pipeline 4": {"mesh.pipeline": 4, "sharding.zero": 1, "train.microbatches": 8},
 }
