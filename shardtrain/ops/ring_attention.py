@@ -182,12 +182,13 @@ class Ring:
 
     def _next(self, tree: T) -> T:
         """What the device before sends, which gets its own from the one before it."""
-        if self.axis is None:
-            return tree
-        sent: T = jax.tree.map(self._in_pairs if self.in_branch else self._to_next, tree)
+        send = self._in_pairs if self.in_branch else self._to_next
+        sent: T = jax.tree.map(send, tree)
         return sent
 
     def _to_next(self, x: jax.Array) -> jax.Array:
+        if self.axis is None:  # for shapes alone: another array, as what arrives is
+            return lax.rev(x, (0,))
         pairs = [(i, (i + 1) % self.degree) for i in range(self.degree)]
         sent: jax.Array = lax.ppermute(x, self.axis, pairs)
         return sent

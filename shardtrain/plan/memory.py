@@ -100,7 +100,7 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     # One layer's gradients before they are reduced; with ZeRO 3 its gathered weights.
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
     work += layer_weights if layout.zero >= 3 else 0.0
-    head = pieces.head.peak * samples
+    head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
     head += narrow * entries.ends if layout.zero >= 3 else 0.0
     # Gradients of the layers are made after the head is done with its scores.
     if head > made + work:
@@ -127,7 +127,8 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     layer_weights = narrow * entries.layers / places
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
     work += layer_weights if layout.zero >= 3 else 0.0
-    head = (pieces.head.peak + 2 * pieces.activation) * samples + narrow * entries.ends
+    head = (pieces.head.peak - pieces.head_sums + 2 * pieces.activation) * samples
+    head += pieces.head_sums + narrow * entries.ends
     if head > work:
         return _Held(sums, activations, head, 0.0)
     return _Held(sums, activations, 0.0, work)

@@ -9,7 +9,7 @@ reads them. So a value's bytes are written once and read once by each result tha
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ _WRITES = frozenset(
         *("dot_general", "conv_general_dilated", "reduce_sum", "reduce_max", "reduce_min"),
         *("argmax", "cumsum", "sort", "gather", "scatter", "scatter-add", "scatter_add"),
         *("dynamic_update_slice", "while", "scan", "cond", "pallas_call"),
+        "rev",  # what arrives from another device: `ops.ring_attention`
     }
 )
 """Primitives whose result XLA writes to memory."""
@@ -138,7 +139,12 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
                 product_bytes += moved
             else:
                 other_bytes += moved
-    peak = _peak(closed, made_at, read_at, peaks)
+    outputs = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
+    if in_loop:
+        # What a turn hands on is in the next one's place only if it was changed there.
+        handed_on = {"scan", "dynamic_update_slice"}
+        outputs = {v for eqn in eqns if eqn.primitive.name in handed_on for v in eqn.outvars}
+    peak = _peak(closed, made_at, read_at, peaks, outputs)
     return Work(tuple(products), product_bytes, other_bytes, peak)
 
 
@@ -200,6 +206,7 @@ def _peak(
     made_at: dict[Var, int],
     read_at: dict[Var, int],
     peaks: dict[int, float],
+    outputs: Collection[Var],
 ) -> float:
     """Most bytes held at once.
 
@@ -210,6 +217,7 @@ def _peak(
         made_at: which equation makes a result.
         read_at: which is the last to read it.
         peaks: what loops hold themselves, by their equation.
+        outputs: results that are counted elsewhere.
     """
     eqns = closed.jaxpr.eqns
     change = [0.0] * (len(eqns) + 2)
@@ -217,7 +225,6 @@ def _peak(
     for at in reversed(range(len(eqns) - 1)):
         if eqns[at + 1].primitive.name not in _BY_THEMSELVES:
             ends[at] = ends[at + 1]
-    outputs = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
     for var, at in made_at.items():
         if var in outputs:
             continue
