@@ -181,14 +181,15 @@ def temporary_bytes(way: str, context: int, length: int) -> int:
         return int(run.lower(*args).compile().memory_analysis().temp_size_in_bytes)
 
 
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_temporary_bytes_fall_with_the_degree(way, monkeypatch):
-    """A ring of two has buffers for what travels, which one device has not."""
+@pytest.mark.parametrize(
+    ("way", "most"), [("ring", (0.85, 0.55, 0.3)), ("ulysses", (0.62, 0.3, 0.16))]
+)
+def test_temporary_bytes_fall_with_the_degree(way, most, monkeypatch):
+    """A ring has buffers for what travels, which one device has not: twice its part of the rest."""
     monkeypatch.setattr(blockwise, "CPU_BLOCK", 32)
-    one, two, four, eight = (temporary_bytes(way, context, 2**13) for context in (1, 2, 4, 8))
-    assert two < (0.9 if way == "ring" else 0.62) * one
-    assert four < 0.62 * two
-    assert eight < 0.55 * four
+    one, *others = (temporary_bytes(way, context, 2**13) for context in (1, 2, 4, 8))
+    for part, bound in zip(others, most, strict=True):
+        assert part < bound * one
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
