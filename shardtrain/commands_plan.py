@@ -93,7 +93,6 @@ def layout_of(config: RunConfig, num_devices: int) -> Layout:
     """
     degrees = config.mesh.degrees(num_devices)
     pipeline, train, sharding = config.pipeline, config.train, config.sharding
-    del degrees["context"]
     return Layout(
         **degrees,
         zero=sharding.zero,
@@ -217,6 +216,7 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         remat=config.train.remat,
         domain=cluster.domain,
         memory=cluster.chip.memory,
+        loss_chunks=config.task.loss_chunks,
     )
     return Program(compiled, audit(compiled, expected))
 
@@ -276,7 +276,7 @@ def other_layout(plan: Plan, text: str) -> Layout:
     if "layers" not in changes and {"pipeline", "virtual_stages"} & set(changes):
         layout = replace(layout, layers="")
     if "data" not in changes:
-        others = layout.pipeline * layout.replica * layout.tensor
+        others = layout.pipeline * layout.replica * layout.context * layout.tensor
         layout = replace(layout, data=max(plan.cluster.num_devices // others, 1))
     return layout
 

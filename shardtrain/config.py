@@ -209,8 +209,9 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     micro = config.train.microbatches
     faults += model_faults(model, data)
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
+    faults += _loss_faults(config, degrees["context"])
     faults += _stage_faults(config, degrees["pipeline"], vocab)
-    return faults or _unsupported(config)
+    return faults
 
 
 def with_defaults(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -299,6 +300,18 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
     return faults
 
 
+def _loss_faults(config: RunConfig, context: int) -> list[ConfigError]:
+    chunks, length = config.task.loss_chunks, config.data.sequence_length // max(context, 1)
+    if chunks <= length:
+        return []
+    return [
+        ConfigError(
+            f"a device has {length} positions of a sequence; use {length} or less",
+            where=f"task.loss_chunks={chunks}",
+        )
+    ]
+
+
 def _stage_faults(config: RunConfig, stages: int, vocab: int | None) -> list[ConfigError]:
     """Why there is no such pipeline."""
     if stages == 1:
@@ -315,14 +328,3 @@ def _stage_faults(config: RunConfig, stages: int, vocab: int | None) -> list[Con
     except ConfigError as fault:
         return [fault]
     return []
-
-
-def _unsupported(config: RunConfig) -> list[ConfigError]:
-    if config.mesh.context == 1:
-        return []
-    return [
-        ConfigError(
-            "context parallelism is not in this version yet; use 1",
-            where=f"mesh.context={config.mesh.context}",
-        )
-    ]

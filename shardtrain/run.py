@@ -37,6 +37,7 @@ from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.precision import Policy, policy
 from shardtrain.strategies.stack import choose_loop, make_stack, make_streamed_stack
+from shardtrain.strategies.zigzag import in_order, make_zigzag
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create, Layout, Program
 from shardtrain.train.generate import Generator
@@ -175,14 +176,15 @@ def make_program(
     vocab_size = config.model.vocab_size or vocab_size
     sharding = config.sharding
     dtypes = policy(config.train.precision)
+    compute = compute_table(sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules)
+    is_ring = mesh.shape["context"] > 1 and config.model.attention != "ulysses"
     layout = Layout(
         mesh=mesh,
-        compute=compute_table(
-            sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules
-        ),
+        compute=compute,
         zero=sharding.zero,
         runner=make_runner(config, mesh, vocab_size),
         tiers=make_tiers(config, dtypes),
+        arrange=make_zigzag(compute, mesh) if is_ring else in_order,
     )
     return Program(
         create=model_creator(config, vocab_size),

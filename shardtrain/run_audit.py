@@ -91,6 +91,7 @@ def audit_step(config: RunConfig, program: Program, vocab_size: int, step: Any) 
         remat=config.train.remat,
         domain=domain_of(devices),
         memory=chip.memory if chip else None,
+        loss_chunks=config.task.loss_chunks,
     )
     # What XLA said while it compiled went to this process's own stderr.
     return audit(read_program(step, rematerialized=None), expected)

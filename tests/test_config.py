@@ -405,7 +405,33 @@ def test_the_message_of_the_design() -> None:
             {"model.attention": "cudnn"},
             'model.attention="cudnn": train.precision="float32" has no such kernel',
         ),
-        ({"mesh.context": 2}, "mesh.context=2: context parallelism is not in this version yet"),
+        (
+            {"mesh.context": 2, "model.attention": "xla"},
+            'mesh.context=2: model.attention="xla" needs whole sequences; use "auto", "ring" or '
+            '"ulysses", or mesh.context=1',
+        ),
+        (
+            {"mesh.context": 2, "data.sequence_length": 30},
+            "mesh.context=2: data.sequence_length=30 is not divisible by 4, and each device of a "
+            "ring has two chunks of it; use 28 or 32",
+        ),
+        (
+            {"mesh.context": 4, "mesh.tensor": 4, "model.attention": "ulysses"},
+            "mesh.context=4: model.num_kv_heads=8 / mesh.tensor=4 is not divisible by 4, and "
+            'model.attention="ulysses" shares them out; use 1 or 2, or model.attention="ring"',
+        ),
+        (
+            {"mesh.context": 2, "sharding.rules": {"length": "tensor"}},
+            "sharding.rules.length: attention shares positions over `context` itself",
+        ),
+        (
+            {"mesh.context": 2, "task.loss_chunks": 17},
+            "task.loss_chunks=17: a device has 16 positions of a sequence; use 16 or less",
+        ),
+        (
+            {"mesh.context": 3, "mesh.pipeline": 2, "data.sequence_length": 48},
+            "mesh.context=3: in a pipeline devices of a ring send in pairs; use an even degree",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(overrides: dict[str, Any], message: str) -> None:

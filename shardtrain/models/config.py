@@ -74,8 +74,9 @@ class TransformerConfig(BaseModel):
     """Fraction of activations dropped after the embedding and each half of a block."""
     embed_norm: bool = False
     """A normalisation right after the embedding, as BLOOM has it."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel. auto = XLA; cudnn = the fused one, for 16-bit types on NVIDIA GPUs."""
+    attention: Literal["auto", "xla", "cudnn", "ring", "ulysses"] = "auto"
+    """Attention kernel. auto = XLA, and with mesh.context above 1 ring; cudnn = the fused one, for
+    16-bit types on NVIDIA GPUs; ring and ulysses = tile by tile, over mesh.context."""
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
 

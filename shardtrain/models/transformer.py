@@ -31,7 +31,7 @@ from shardtrain.ops.position import (
     rotary_frequencies,
 )
 from shardtrain.ops.sums import sum_dtype
-from shardtrain.sharding.rules import constrain
+from shardtrain.sharding.rules import constrain, constrain_in_steps
 from shardtrain.strategies.stack import Stack
 
 INIT_STDDEV = 0.02
@@ -67,7 +67,7 @@ class Attend(Protocol):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "keys"],
+    data_fields=["positions", "segments", "keys", "places"],
     meta_fields=["attend"],
 )
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Context:
     segments: Int[Array, "batch length"] | None
     keys: Key[Array, " batch"] | None
     """One dropout key a sample; None when evaluating."""
+    places: Int[Array, "batch length"] | None = None
+    """Where each position is in its sequence; None = in order."""
     attend: Attend = attention
     """Within the batch; generation puts a cache here."""
 
@@ -155,9 +157,8 @@ class Attention(nnx.Module):
             wide = sum_dtype(q.dtype)
             slopes = jnp.asarray(alibi_slopes(config.num_heads), wide)
             slopes = slopes.reshape(config.kv_heads, -1)
-        implementation = "cudnn" if config.attention == "cudnn" else "xla"
         out = context.attend(
-            q, k, v, segments=context.segments, alibi=slopes, implementation=implementation
+            q, k, v, segments=context.segments, alibi=slopes, implementation=config.attention
         )
         out = constrain(out, "batch", "length", "kv_heads", "group", "head_dim")
         out = checkpoint_name(out, "attention")
@@ -217,10 +218,10 @@ class Block(nnx.Module):
         """
         h = normed(self.attention_norm(x))
         h = residual(self.attention(h, context), "attention_out")
-        x = x + dropout(h, self.dropout, context.keys, index, 0)
+        x = x + dropout(h, self.dropout, context.keys, index, 0, context.places)
         h = normed(self.mlp_norm(x))
         h = residual(self.mlp(h), "mlp_out")
-        return x + dropout(h, self.dropout, context.keys, index, 1)
+        return x + dropout(h, self.dropout, context.keys, index, 1, context.places)
 
 
 class Transformer(nnx.Module):
@@ -267,13 +268,13 @@ class Transformer(nnx.Module):
 
     def context(self, batch: Mapping[str, jax.Array], key: jax.Array | None) -> Context:
         """What the blocks read, from a batch and the step's dropout key (None: no dropout)."""
-        positions = batch.get("positions")
+        places, positions = batch.get("places"), batch.get("positions")
         if positions is None:
-            positions = default_positions(batch["tokens"])
+            positions = default_positions(batch["tokens"]) if places is None else places
         keys = None
         if key is not None and self.config.dropout > 0:
             keys = sample_keys(key, batch["sample"])
-        return Context(positions, batch.get("segments"), keys)
+        return Context(positions, batch.get("segments"), keys, places)
 
     def embed(
         self, batch: Mapping[str, jax.Array], context: Context
@@ -285,31 +286,41 @@ class Transformer(nnx.Module):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         x = constrain(x, "batch", "residual_length", "embed")
-        return dropout(x, self.config.dropout, context.keys, EMBED_SITE, 0)
+        return dropout(x, self.config.dropout, context.keys, EMBED_SITE, 0, context.places)
 
     def logits(
         self, x: Float[Array, "batch residual_length embed"]
     ) -> Float[Array, "batch length vocab"]:
         """Scores of the next token in at least 32 bits; columns past `vocab_size` are padding."""
-        x = normed(self.norm(x))
-        table = self.embedding if self.head is None else self.head
-        scores = dense(x, table[...], transposed=True, wide=True)
+        scores = dense(*self.scored(x), transposed=True, wide=True)
         return constrain(scores, "batch", "length", "vocab")
 
-    def __call__(
+    def scored(
+        self, x: Float[Array, "batch residual_length embed"]
+    ) -> tuple[Float[Array, "batch length embed"], Float[Array, "vocab embed"]]:
+        """What the scores are the product of: activations, and a row for each token."""
+        table = self.embedding if self.head is None else self.head
+        return normed(self.norm(x)), table[...]
+
+    def hidden(
         self, batch: Mapping[str, jax.Array], key: jax.Array | None, stack: Stack
-    ) -> Float[Array, "batch length vocab"]:
-        """Tokens to scores.
+    ) -> Float[Array, "batch residual_length embed"]:
+        """Tokens to the residual stream after the last layer.
 
         Args:
-            batch: `tokens`, and `sample`, `positions`, `segments` where they apply.
+            batch: `tokens`, and `sample`, `positions`, `segments`, `places` where they apply.
             key: the step's dropout key, or None.
             stack: how the layers are run.
         """
         context = self.context(batch, key)
         x = self.embed(batch, context)
-        x = stack(self.layers, lambda layer, index, x: layer(x, index, context), x)
-        return self.logits(x)
+        return stack(self.layers, lambda layer, index, x: layer(x, index, context), x)  # type: ignore[no-any-return]
+
+    def __call__(
+        self, batch: Mapping[str, jax.Array], key: jax.Array | None, stack: Stack
+    ) -> Float[Array, "batch length vocab"]:
+        """Tokens to scores; the arguments are those of `hidden`."""
+        return self.logits(self.hidden(batch, key, stack))
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -320,7 +331,7 @@ def normed(x: jax.Array) -> jax.Array:
 
 def residual(x: jax.Array, name: str) -> jax.Array:
     """Brings a half block's result into the residual stream's layout, under a name for remat."""
-    x = constrain(x, "batch", "residual_length", "embed")
+    x = constrain_in_steps(x, ("batch", "length", "embed"), ("batch", "residual_length", "embed"))
     named: jax.Array = checkpoint_name(x, name)
     return named
 

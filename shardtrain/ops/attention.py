@@ -1,7 +1,8 @@
 """Causal attention over query groups, with document segments and ALiBi.
 
-Owns: the two products, the masked softmax between them, and their gradient; the block size on CPU.
-Does not own: projections, rotary positions, dropout, nor attention over a split `length`.
+Owns: the choice of the way; whole rows of scores, and the block size on CPU.
+Does not own: the arithmetic of one block (`attention_blocks`), attention over a split `length`
+(`ring_attention`, `ulysses`), projections, rotary positions, dropout.
 
 The backward pass recomputes the probabilities of a block from the row sums that the forward pass
 keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved. There are two:
@@ -14,16 +15,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from shardtrain.ops.attention_blocks import (
+    flat,
+    heads_first,
+    hidden,
+    product,
+    row_gradients,
+    row_products,
+    softmax,
+)
 from shardtrain.ops.dense import phrasing, transposed
-from shardtrain.ops.sums import sum_dtype
+from shardtrain.ops.ring_attention import ring_attention
+from shardtrain.ops.split_attention import context_degree
+from shardtrain.ops.ulysses import ulysses
+from shardtrain.sharding.rules import current
 
 BLOCK = 128
 """Rows of a block on CPU: what causality hides from a whole block is never computed."""
-MASKED = -1e30
-"""Score of a key that a query may not see: finite, so that no difference of scores is NaN."""
 
 
 def attention(
@@ -44,12 +54,20 @@ def attention(
         v: values.
         segments: document of each position; a query sees keys of its own document only.
         alibi: slope of each head: scores fall by slope x distance (Press et al. 2021).
-        implementation: "xla", or "cudnn" for cuDNN's fused kernel (16-bit types on NVIDIA GPUs).
+        implementation: "xla"; "cudnn" for cuDNN's fused kernel (16-bit types on NVIDIA GPUs);
+            "ring" or "ulysses" for a split `length`; or "auto": "ring" where it is split, else
+            "xla".
         causal: whether a query sees only keys at its own position and before.
 
     Returns:
         An array of the shape and dtype of `q`; the softmax is held in at least 32 bits.
     """
+    if implementation == "auto":
+        implementation = "ring" if context_degree(current()) > 1 else "xla"
+    if implementation in ("ring", "ulysses"):
+        assert causal
+        split = ring_attention if implementation == "ring" else ulysses
+        return split(q, k, v, segments=segments, alibi=alibi)
     if implementation == "cudnn":
         return _cudnn(q, k, v, segments, alibi, causal)
     how = phrasing()
@@ -126,21 +144,19 @@ def _forward(
     segments: jax.Array | None,
     alibi: jax.Array | None,
 ) -> tuple[jax.Array, Saved]:
-    q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+    q, k, v = heads_first(q), heads_first(k), heads_first(v)
     length = q.shape[3]
     slopes = None if alibi is None else alibi[:, :, None, None]
     outs, sums = [], []
     for start, stop in _blocks(static, length):
         end = stop if static.causal else length
         part = q[..., start:stop, :]
-        scores = _product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
+        scores = product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
         at = _along(2, start, stop), _along(3, 0, end)
-        scores = _hidden(static, scores, *at, segments, slopes)
-        peak = scores.max(-1, keepdims=True)
-        weights = jnp.exp(scores - peak).astype(q.dtype)
-        total = weights.astype(scores.dtype).sum(-1, keepdims=True)
-        outs.append((_product(weights, v[..., :end, :], 4, 2) / total).astype(q.dtype))
-        sums.append((peak + jnp.log(total))[..., 0])
+        scores = _hidden(static, at, segments, slopes, scores)
+        mixed, log_sum = softmax(scores, v[..., :end, :])
+        outs.append(mixed.astype(q.dtype))
+        sums.append(log_sum)
     out = _join(outs, 3).transpose(0, 3, 1, 2, 4)
     return out, Saved(q, k, v, out, _join(sums, 3), segments, alibi)
 
@@ -157,30 +173,28 @@ def _backward(static: Static, saved: Saved, g: jax.Array) -> Gradients:
 def _backward_by_rows(static: Static, saved: Saved, g: jax.Array) -> Gradients:
     """Works on [queries, keys], a block of queries at a time."""
     q, k, v = saved.q, saved.k, saved.v
-    length, scale = q.shape[3], q.shape[-1] ** -0.5
+    length = q.shape[3]
     slopes = None if saved.alibi is None else saved.alibi[:, :, None, None]
-    along = _row_products(static, g, saved.out)
-    g = _heads_first(g)
+    along = row_products(g, saved.out, by_product=static.canonical)
+    g = heads_first(g)
     blocks = _blocks(static, length)
     dq = []
     dk: list[list[jax.Array]] = [[] for _ in blocks]
     dv: list[list[jax.Array]] = [[] for _ in blocks]
     for start, stop in blocks:
         end = stop if static.causal else length
-        queries, outer = (_flat(a[..., start:stop, :]) for a in (q, g))
-        keys, values = k[..., :end, :], v[..., :end, :]
-        shape = (*q.shape[:3], stop - start, end)
-        scores = (_product(queries, keys, 3, 3) * scale).reshape(shape)
         at = _along(2, start, stop), _along(3, 0, end)
-        scores = _hidden(static, scores, *at, saved.segments, slopes)
-        weights = jnp.exp(scores - saved.log_sum[..., start:stop, None])
-        mixed = _product(outer, values, 3, 3).reshape(shape)
-        slope = weights * (mixed - along[..., start:stop, None]) * scale
-        slope, weights = (_flat(a.astype(q.dtype)) for a in (slope, weights))
-        part = _product(slope, keys, 3, 2).astype(q.dtype)
-        dq.append(part.reshape(*q.shape[:3], stop - start, -1))
-        for total, left, right in ((dk, slope, queries), (dv, weights, outer)):
-            part = _product(left, right, 2, 2)
+        part, *others = row_gradients(
+            q[..., start:stop, :],
+            g[..., start:stop, :],
+            k[..., :end, :],
+            v[..., :end, :],
+            saved.log_sum[..., start:stop],
+            along[..., start:stop],
+            partial(_hidden, static, at, saved.segments, slopes),
+        )
+        dq.append(part.astype(q.dtype))
+        for total, part in zip((dk, dv), others, strict=True):
             for index, (low, high) in enumerate(blocks):
                 if low < end:
                     total[index].append(part[..., low:high, :])
@@ -196,26 +210,26 @@ def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
     """Works on [keys, queries], a block of keys at a time."""
     q, k, v = saved.q, saved.k, saved.v
     batch, heads, group, length, size = q.shape
-    along = _row_products(static, g, saved.out)
-    g = _heads_first(g)
+    along = row_products(g, saved.out, by_product=static.canonical)
+    g = heads_first(g)
     slopes = None if saved.alibi is None else saved.alibi[:, None, :, None]
     parts: list[list[jax.Array]] = [[] for _ in _blocks(static, length)]
     dk, dv = [], []
     for start, stop in _blocks(static, length):
         first = start if static.causal else 0
-        queries, outer = (_flat(a[..., first:, :]) for a in (q, g))
+        queries, outer = (flat(a[..., first:, :]) for a in (q, g))
         keys, values = k[..., start:stop, :], v[..., start:stop, :]
-        scores = _product(keys, queries, 3, 3) * size**-0.5
+        scores = product(keys, queries, 3, 3) * size**-0.5
         shape = (batch, heads, stop - start, group, length - first)
         at = _along(3, first, length), _along(1, start, stop)
-        scores = _hidden(static, scores.reshape(shape), *at, saved.segments, slopes)
+        scores = _hidden(static, at, saved.segments, slopes, scores.reshape(shape))
         weights = jnp.exp(scores - saved.log_sum[:, :, None, :, first:])
-        mixed = _product(values, outer, 3, 3).reshape(shape)
+        mixed = product(values, outer, 3, 3).reshape(shape)
         slope = weights * (mixed - along[:, :, None, :, first:]) * size**-0.5
         slope, weights = (a.astype(q.dtype).reshape(*keys.shape[:3], -1) for a in (slope, weights))
-        dk.append(_product(slope, queries, 3, 2).astype(k.dtype))
-        dv.append(_product(weights, outer, 3, 2).astype(v.dtype))
-        part = _product(transposed(keys), slope, 3, 2).reshape(batch, heads, size, group, -1)
+        dk.append(product(slope, queries, 3, 2).astype(k.dtype))
+        dv.append(product(weights, outer, 3, 2).astype(v.dtype))
+        part = product(transposed(keys), slope, 3, 2).reshape(batch, heads, size, group, -1)
         for index, (low, high) in enumerate(_blocks(static, length)):
             if low >= first:
                 parts[index].append(part[..., low - first : high - first])
@@ -243,69 +257,20 @@ def _along(dim: int, start: int, stop: int) -> jax.Array:
     return jnp.arange(start, stop).reshape([-1 if i == dim else 1 for i in range(4)])
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
-    """[batch, length, *heads, head_dim] -> [batch, *heads, length, head_dim]."""
-    return jnp.moveaxis(x, 1, -2)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """[batch, kv_heads, group, rows, head_dim] -> [batch, kv_heads, group x rows, head_dim]."""
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
 def _join(parts: list[jax.Array], dim: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
 
 def _hidden(
     static: Static,
-    scores: jax.Array,
-    rows: jax.Array,
-    keys: jax.Array,
+    at: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
     slopes: jax.Array | None,
+    scores: jax.Array,
 ) -> jax.Array:
-    """Applies ALiBi to scores and hides the keys that a row may not see.
-
-    Args:
-        static: see there.
-        scores: [batch, kv_heads, group, rows, keys] or [batch, kv_heads, keys, group, rows].
-        rows: positions, with the dims of `scores` after `batch`.
-        keys: likewise.
-        segments: document of each position.
-        slopes: with the dims of `scores` after `batch`.
-    """
-    if slopes is not None:
-        bias = slopes.astype(scores.dtype) * jnp.abs(rows - keys).astype(scores.dtype)
-        scores -= jnp.broadcast_to(bias, scores.shape)
-    if static.causal:
-        scores = jnp.where(jnp.broadcast_to(rows >= keys, scores.shape), scores, MASKED)
-    if segments is not None:
-        same = segments[:, rows] == segments[:, keys]
-        scores = jnp.where(jnp.broadcast_to(same, scores.shape), scores, MASKED)
-    return scores
-
-
-# -- products for each batch row and key/value head, in at least 32 bits
-
-
-def _product(x: jax.Array, y: jax.Array, over_x: int, over_y: int) -> jax.Array:
-    wide = sum_dtype(x.dtype)
-    out: jax.Array = lax.dot_general(
-        x, y, (((over_x,), (over_y,)), ((0, 1), (0, 1))), preferred_element_type=wide
-    )
-    return out
-
-
-def _row_products(static: Static, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Sums of x * y over head_dim, as [batch, kv_heads, group, length]."""
-    wide = sum_dtype(x.dtype)
-    both = x.astype(wide) * y.astype(wide)
-    if not static.canonical:
-        return both.sum(-1).transpose(0, 2, 3, 1)
-    # XLA:CPU spends 0.2 us on each short row of a sum; a product with ones does not.
-    ones = jnp.ones((x.shape[-1], 2), wide)
-    return (both @ ones)[..., 0].transpose(0, 2, 3, 1)
+    """Scores with ALiBi, and without the keys at these places that these rows may not see."""
+    documents = None if segments is None else (segments[:, at[0]], segments[:, at[1]])
+    return hidden(scores, *at, documents, slopes, causal=static.causal)
 
 
 def _cudnn(

@@ -7,7 +7,7 @@ Owns: the masked softmax of a few queries over all that is kept. Does not own: t
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shardtrain.ops.attention import MASKED
+from shardtrain.ops.attention_blocks import MASKED
 from shardtrain.ops.sums import sum_dtype
 
 

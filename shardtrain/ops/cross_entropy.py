@@ -66,12 +66,12 @@ Saved = tuple[jax.Array, jax.Array, jax.Array]
 def _forward(static: Static, logits: jax.Array, targets: jax.Array) -> tuple[Pair, Saved]:
     active = static.active
     if active is None or active.alone:
-        nll, log_z, saved, sums = _local_loss(static, (), logits, targets)
+        nll, log_z, saved, sums = local_loss(static, (), logits, targets)
     else:
         rows = active.spec("batch", "length")
         whole = active.spec("batch", "length", "vocab")
         nll, log_z, saved, sums = jax.shard_map(
-            partial(_local_loss, static, active.axes("vocab")),
+            partial(local_loss, static, active.axes("vocab")),
             mesh=active.context_mesh,
             axis_names=active.free,
             in_specs=(whole, rows),
@@ -84,11 +84,11 @@ def _forward(static: Static, logits: jax.Array, targets: jax.Array) -> tuple[Pai
 def _backward(static: Static, saved: Saved, g: Pair) -> tuple[jax.Array, None]:
     active = static.active
     if active is None or active.alone:
-        return _local_gradient(static, (), *saved, *g), None
+        return local_gradient(static, (), *saved, *g), None
     rows = active.spec("batch", "length")
     whole = active.spec("batch", "length", "vocab")
     gradient = jax.shard_map(
-        partial(_local_gradient, static, active.axes("vocab")),
+        partial(local_gradient, static, active.axes("vocab")),
         mesh=active.context_mesh,
         axis_names=active.free,
         in_specs=(whole, rows, rows, rows, rows),
@@ -101,7 +101,7 @@ def _backward(static: Static, saved: Saved, g: Pair) -> tuple[jax.Array, None]:
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _local_loss(
+def local_loss(
     static: Static, axes: tuple[str, ...], logits: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Reduces the part of the vocabulary that is here, then over the mesh axes that split it."""
@@ -122,7 +122,7 @@ def _local_loss(
     return log_z - hit, log_z, *kept
 
 
-def _local_gradient(
+def local_gradient(
     static: Static,
     axes: tuple[str, ...],
     saved: jax.Array,

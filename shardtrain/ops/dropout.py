@@ -1,12 +1,16 @@
 """Dropout whose masks belong to samples, not to devices.
 
 A mask is keyed by (seed, step, sample, layer, site), so it is the same on every mesh, is found
-again when a block is recomputed, and differs between samples, layers, sites and steps.
+again when a block is recomputed, and differs between samples, layers, sites and steps. It belongs
+to places in the sequence: where these come in another order, so does it.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, UInt32
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 
 def sample_keys(key: Key[Array, ""], sample: UInt32[Array, " batch"]) -> Key[Array, " batch"]:
@@ -20,6 +24,7 @@ def dropout(
     keys: Key[Array, " batch"] | None,
     layer: UInt32[Array, ""] | int,
     site: int,
+    places: Int[Array, "batch length"] | None = None,
 ) -> Float[Array, "batch residual_length embed"]:
     """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate).
 
@@ -29,16 +34,49 @@ def dropout(
         keys: one key a sample (`sample_keys`), or None: the identity (evaluation).
         layer: index of the layer, or of a place of its own outside the stack.
         site: which dropout of the layer.
+        places: where each position of `x` is in its sequence; None = in order.
     """
     if rate == 0 or keys is None:
         return x
     # Integer arithmetic, so that the mask does not depend on the precision of the run.
     threshold = jnp.uint32(round(rate * 2**32))
 
-    def mask(key: jax.Array) -> jax.Array:
+    def mask(key: jax.Array, places: jax.Array | None) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), site)
-        bits: jax.Array = jax.random.bits(key, x.shape[1:], jnp.uint32)
+        if places is None:
+            bits: jax.Array = jax.random.bits(key, x.shape[1:], jnp.uint32)
+        else:
+            bits = bits_at(key, places, x.shape[2:])
         keep: jax.Array = bits >= threshold
         return keep
 
-    return jnp.where(jax.vmap(mask)(keys), x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
+    keep = jax.vmap(mask)(keys, places)
+    return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
+
+
+def bits_at(
+    key: Key[Array, ""], places: Int[Array, " length"], shape: tuple[int, ...]
+) -> UInt32[Array, "length ..."]:
+    """Rows of `jax.random.bits(key, (rows, *shape), uint32)`, each made by itself.
+
+    jax makes each of its words from that word's own number alone, so the rows may come in any
+    order, and each device makes those that it has.
+
+    Args:
+        key: a threefry key.
+        places: numbers of the rows.
+        shape: of one row.
+    """
+    size = math.prod(shape)
+    assert size < 2**16, "numbers are made of two halves"
+    words = jax.random.key_data(key)
+    row = jnp.broadcast_to(places.astype(jnp.uint32)[:, None], (len(places), size))
+    # row * size + column has up to 64 bits
+    low, high = (row & 0xFFFF) * jnp.uint32(size), (row >> 16) * jnp.uint32(size)
+    column = jax.lax.broadcasted_iota(jnp.uint32, row.shape, 1)
+    first = low + column
+    number = first + (high << 16)
+    carry = (number < first).astype(jnp.uint32)
+    one, two = threefry2x32_p.bind(words[0], words[1], (high >> 16) + carry, number)
+    bits: jax.Array = (one ^ two).reshape(len(places), *shape)
+    return bits

@@ -13,6 +13,7 @@ nothing, and poor products.
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import combinations
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +23,12 @@ from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.links import Group, group, seconds
 from shardtrain.plan.memory import extrapolated
 from shardtrain.plan.pieces import Pieces
-from shardtrain.plan.traffic import TENSOR, of_data, reductions_again
+from shardtrain.plan.recompute import layer_products
+from shardtrain.plan.traffic import TENSOR, Sent, of_context, of_data, reductions_again
 from shardtrain.plan.work import Work
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.chip import Chip
-from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
+from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.strategies.schedules.simulate import Costs, lockstep_time
 
 PRODUCTS_REACH = 0.65
@@ -54,6 +56,8 @@ class Seconds:
     """Work that is limited by memory: norms, softmax, activations."""
     tensor: float
     """Collectives between tensor shards."""
+    context: float
+    """Keys and values, or heads, between devices that share a sequence."""
     bubble: float
     """Waiting for other stages."""
     sends: float
@@ -121,9 +125,11 @@ def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
 
 @cache
 def _groups(cluster: Cluster, degrees: tuple[tuple[str, int], ...]) -> Groups:
-    """The groups along every mesh axis, and along both that share out samples."""
-    axes = [(axis,) for axis, _ in degrees] + [DATA_AXES]
-    return {some: group(cluster, dict(degrees), some) for some in axes}
+    """The groups along every mesh axis, and along those together that share out positions."""
+    sizes = dict(degrees)
+    split = [axis for axis in ("replica", "data", "context") if sizes[axis] > 1]
+    several = [some for size in (2, 3) for some in combinations(split, size)]
+    return {some: group(cluster, sizes, some) for some in [*((a,) for a in sizes), *several]}
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class _Model:
         pieces = self.pieces if recomputed else workload.pieces(replace(layout, remat="none"))
         layer = pieces.layer.forward.flops + pieces.layer.backward.flops
         whole = layer * workload.model.num_layers + pieces.head.flops + pieces.embed.flops
-        return whole * workload.batch_size * layout.tensor
+        return whole * workload.batch_size * layout.tensor * layout.context
 
     def seconds(self, *, products: float, hides: bool) -> Seconds:
         layout, samples = self.layout, self.workload.samples(self.layout)
@@ -202,10 +208,12 @@ class _Model:
             parts = (layers + head + embed) * layout.microbatches
             waiting = sends = 0.0
         hidden = parts.products * (2 / 3) if hides else 0.0
+        context = self._sent(of_context(self.workload, layout), self._attention(parts, hides))
         return Seconds(
             products=parts.products,
             other=parts.other,
             tensor=parts.tensor,
+            context=context,
             bubble=waiting,
             sends=sends,
             data=self._data(hidden),
@@ -259,8 +267,22 @@ class _Model:
 
     def _data(self, hidden: float) -> float:
         """What of gradients and parameters between data shards nothing hides."""
+        return self._sent(of_data(self.workload, self.layout), hidden)
+
+    def _attention(self, parts: "_Part", hides: bool) -> float:
+        """Time of attention's own products, beside which a ring sends; heads are sent before."""
+        workload, layout = self.workload, self.layout
+        if not hides or workload.model.attention == "ulysses":
+            return 0.0
+        scores = 7 * layer_products(workload.model, workload.length)["attention"] / 2
+        tokens = workload.batch_size * workload.length / math.prod(layout.degrees.values())
+        flops = scores * tokens * workload.model.num_layers
+        return min(flops / self.rates.products, parts.products)
+
+    def _sent(self, all_sent: tuple[Sent, ...], hidden: float) -> float:
+        """What of some collectives is not hidden by work of so many seconds."""
         hiding = alone = 0.0
-        for sent in of_data(self.workload, self.layout):
+        for sent in all_sent:
             spent = sent.times * seconds(sent.kind, sent.payload, self.groups[sent.axes])
             if sent.hides:
                 hiding += spent

@@ -97,7 +97,7 @@ def _remat(_: Workload, layout: Layout) -> Iterator[Layout]:
 
 
 def _zero(_: Workload, layout: Layout) -> Iterator[Layout]:
-    if layout.data > 1:
+    if layout.data * layout.context > 1:
         for stage in range(layout.zero + 1, 4):
             yield replace(layout, zero=stage)
 
@@ -125,4 +125,17 @@ def _tensor(workload: Workload, layout: Layout) -> Iterator[Layout]:
             yield replace(layout, tensor=tensor, data=layout.data // factor)
 
 
-_STEPS = (_remat, _zero, _microbatches, _sequence, _tensor)
+def _context(workload: Workload, layout: Layout) -> Iterator[Layout]:
+    for factor in (2, 4):
+        context = layout.context * factor
+        heads = workload.model.kv_heads // layout.tensor
+        unit = 2 * context * (layout.tensor if layout.sequence_parallel else 1)
+        is_legal = {"auto": True, "ring": True, "ulysses": heads % context == 0}
+        if layout.data % factor or workload.length % unit or layout.pipeline > 1:
+            continue
+        if is_legal.get(workload.model.attention, False):
+            yield replace(layout, context=context, data=layout.data // factor)
+
+
+# Devices that share a sequence have more of them, and so microbatches to make.
+_STEPS = (_remat, _zero, _context, _microbatches, _sequence, _tensor)

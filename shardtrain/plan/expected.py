@@ -14,11 +14,13 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.models.config import TransformerConfig
 from shardtrain.models.flops import training_flops_per_token
+from shardtrain.ops.blockwise import block_size
 from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
-from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_platform
 from shardtrain.sharding.placement import mesh_axes, path_name, split_size
 from shardtrain.sharding.tiers import HOST
 from shardtrain.strategies.order import is_stacked
@@ -27,6 +29,7 @@ from shardtrain.train.build import Program
 
 Dims: TypeAlias = tuple[int, ...]
 
+CONTEXT = "context"
 STATE = "state"
 """What the step calls its first argument: so the program's arguments are named."""
 
@@ -98,7 +101,12 @@ class Expected:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes of degree above 1 over which gradients are summed."""
-        return tuple(axis for axis in DATA_AXES if self.degrees[axis] > 1)
+        return tuple(axis for axis in (*DATA_AXES, CONTEXT) if self.degrees[axis] > 1)
+
+    @property
+    def splits_state(self) -> bool:
+        """Whether there are axes that ZeRO splits state over."""
+        return self.degrees["data"] * self.degrees[CONTEXT] > 1
 
     @property
     def state_bytes(self) -> int:
@@ -148,6 +156,7 @@ def expect(
     remat: str,
     domain: int,
     memory: float | None = None,
+    loss_chunks: int = 1,
 ) -> Expected:
     """Reads the facts of a layout off a program that need not be runnable here.
 
@@ -160,6 +169,7 @@ def expect(
         remat: `train.remat`.
         domain: how many neighbouring devices the fast link joins, as `Cluster.domain`.
         memory: bytes of a chip, if known.
+        loss_chunks: `task.loss_chunks`.
     """
     placement, policy, layout = program.placement, program.policy, program.layout
     mesh, table, microbatches = layout.mesh, layout.compute, layout.microbatches
@@ -170,9 +180,10 @@ def expect(
         expected_products(
             model,
             rows=model.padded_vocab(vocab_size),
-            length=length,
+            length=_seen(model, length, mesh),
             remat=remat,
             passes=passes,
+            head_products=4 if loss_chunks > 1 else 3,
             split=split,
             in_kernels=in_kernels,
         )
@@ -204,6 +215,15 @@ def expect(
         domain=domain,
         memory=memory,
     )
+
+
+def _seen(model: TransformerConfig, length: int, mesh: Mesh | AbstractMesh) -> float:
+    """Keys that a query is multiplied with; tile by tile those of tiles that are not hidden."""
+    degree = mesh.shape[CONTEXT]
+    if degree == 1 and model.attention not in ("ring", "ulysses"):
+        return length
+    parts = 2 * degree if degree > 1 and model.attention != "ulysses" else 1
+    return (length + block_size(length // parts, mesh_platform(mesh))) / 2
 
 
 def _passes(program: Program, tokens: float) -> Passes:

@@ -6,7 +6,7 @@ Does not own: reading configs (`shardtrain.config`), tables (`shardtrain.shardin
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardtrain.data.config import DataConfig
 from shardtrain.errors import ConfigError
@@ -167,6 +167,7 @@ def layout_faults(
         _stages(sharding, degrees),
         _sequence(split("length", ("context",)), data.sequence_length),
         _sequence(split("residual_length", length), data.sequence_length),
+        *_context(model, data, sharding, degrees),
         _batch(data.batch_size, split("batch", ("replica", "data")), microbatches),
     )
     faults = [fault for fault in checks if fault is not None]
@@ -252,6 +253,55 @@ def _sequence(split: Mapping[str, int], length: int) -> ConfigError | None:
         f"use {listed(multiples(degree, length))}",
         where=_written(split),
     )
+
+
+def _context(
+    model: TransformerConfig, data: DataConfig, sharding: ShardingConfig, degrees: Degrees
+) -> Iterator[ConfigError]:
+    """What attention over a split sequence needs."""
+    degree = degrees.get("context", 1)
+    if degree == 1:
+        return
+    where = f"mesh.context={degree}"
+    if model.attention not in ("auto", "ring", "ulysses"):
+        yield ConfigError(
+            f'model.attention="{model.attention}" needs whole sequences; use "auto", "ring" or '
+            '"ulysses", or mesh.context=1',
+            where=where,
+        )
+    for name, axes in sharding.rules.items():
+        names = {axes} if isinstance(axes, str) else set(axes or ())
+        if name in ("length", "residual_length") or "context" in names:
+            yield ConfigError(
+                "attention shares positions over `context` itself, and nothing else over it",
+                where=f"sharding.rules.{name}",
+                value=str(axes),
+                cure="leave this rule out, or use mesh.context=1",
+            )
+    length, heads = data.sequence_length, model.kv_heads
+    if model.attention != "ulysses":
+        if length % degree == 0 and length % (2 * degree):
+            yield ConfigError(
+                f"data.sequence_length={length} is not divisible by {2 * degree}, and each device "
+                f"of a ring has two chunks of it; use {listed(multiples(2 * degree, length))}",
+                where=where,
+            )
+        if degree % 2 and degrees.get("pipeline", 1) > 1:
+            yield ConfigError(
+                "in a pipeline devices of a ring send in pairs; use an even degree, or "
+                'model.attention="ulysses"',
+                where=where,
+            )
+        return
+    tensor = degrees.get("tensor", 1)
+    each = heads // tensor
+    if heads % tensor == 0 and each % degree:
+        of = f"model.num_kv_heads={heads}" + (f" / mesh.tensor={tensor}" if tensor > 1 else "")
+        yield ConfigError(
+            f'{of} is not divisible by {degree}, and model.attention="ulysses" shares them out; '
+            f'use {listed(divisors(each, degree))}, or model.attention="ring"',
+            where=where,
+        )
 
 
 def _batch(batch_size: int, split: Mapping[str, int], microbatches: int) -> ConfigError | None:

@@ -16,7 +16,9 @@ from typing import Literal
 from shardtrain.plan.hardware import Cluster
 from shardtrain.sharding.mesh import MESH_AXES
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+Kind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "send"
+]
 
 REACHED = 0.8
 """Part of a link's rate that large collectives reach: NCCL's own tests show 75 to 90 %."""
@@ -80,13 +82,14 @@ def seconds(kind: Kind, payload: float, group: Group) -> float:
 
     Args:
         kind: what it does.
-        payload: bytes of the whole: the gathered result, or an operand before it is reduced.
+        payload: bytes of the whole: the gathered result, or an operand before it is reduced,
+            exchanged or sent.
         group: who takes part.
     """
     n, bandwidth, latency = group.size, group.bandwidth, group.latency
     if n == 1 or payload == 0:
         return 0.0
-    if kind == "send":
+    if kind in ("send", "collective-permute"):
         return payload / bandwidth + latency
     turns = 2 if kind == "all-reduce" else 1
     ring = turns * ((n - 1) / n * payload / bandwidth + (n - 1) * latency)

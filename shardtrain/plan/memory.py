@@ -64,7 +64,8 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     state = workload.state(layout)
     piped = layout.pipeline > 1
     held = _in_pipeline(workload, layout, state) if piped else _in_a_row(workload, layout, state)
-    tokens = workload.samples(layout) * layout.microbatches * workload.length
+    length = workload.length // layout.context
+    tokens = workload.samples(layout) * layout.microbatches * length
     words = 5 if workload.separate_documents else 3
     # What comes from the host for its update, when activations are gone.
     streamed = max(_streamed(workload, layout, state) - held.activations - held.logits, 0.0)
@@ -121,7 +122,7 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     # One layer's gradients before they are reduced; with ZeRO 3 its gathered weights.
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
     work += layer_weights if layout.zero >= 3 else 0.0
-    head = pieces.head.peak * samples
+    head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
     head += narrow * entries.ends if layout.zero >= 3 else 0.0
     # Gradients of the layers are made after the head is done with its scores.
     if head > made + work:
@@ -148,7 +149,8 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     layer_weights = narrow * entries.layers / places
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
     work += layer_weights if layout.zero >= 3 else 0.0
-    head = (pieces.head.peak + 2 * pieces.activation) * samples + narrow * entries.ends
+    head = (pieces.head.peak - pieces.head_sums + 2 * pieces.activation) * samples
+    head += pieces.head_sums + narrow * entries.ends
     if head > work:
         return _Held(sums, activations, head, 0.0)
     return _Held(sums, activations, 0.0, work)

@@ -51,12 +51,14 @@ class Pieces:
     """Forward and backward."""
     head: Work
     """The loss and its gradient."""
+    head_sums: float
+    """Bytes of the head's peak that are the same for any number of samples: sums over chunks."""
     activation: int
     """Bytes of the residual stream, which stages send to each other."""
     whole_activation: int
     """Bytes of it where its positions are not split."""
     logits: int
-    """Bytes of the scores of all its tokens."""
+    """Bytes of the scores of all its tokens, or of those of one chunk of the loss."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class Shapes:
     """What one device sees of a sample."""
 
     length: int
+    """Positions that it has."""
+    context: int
+    """Devices that share a sequence; inside attention they send each other keys and values."""
     tensor: int
     """Degree that heads, columns and vocabulary are divided by; the program is one part's."""
     sequence_parallel: bool
@@ -88,7 +93,8 @@ def trace_pieces(program: Program, shapes: Shapes, policy: str) -> Pieces:
     cut = program.parts.cut
     assert cut is not None
     residual = shapes.length // (shapes.tensor if shapes.sequence_parallel else 1)
-    with one_of_many(shapes.platform, {"length": shapes.length, "residual_length": residual}):
+    sizes = {"length": shapes.length, "residual_length": residual}
+    with one_of_many(shapes.platform, sizes, {"context": shapes.context}):
         return _traced(cut, _params(program), shapes, policy)
 
 
@@ -134,10 +140,12 @@ def _traced(cut: Cut, params: PyTree, shapes: Shapes, policy: str) -> Pieces:
         return jax.value_and_grad(loss, argnums=(0, 1))(ends, x)
 
     head_work = work_of(trace(head, ends, x, batch))
+    two = work_of(trace(head, ends, *jax.tree.map(_doubled, (x, batch))))
     return Pieces(
         layer=_layer(remat(policy)(cut.layer), weights, x, context, shapes.split),
         embed=work_of(trace(embed, ends, batch, context, x)),
         head=head_work,
+        head_sums=max(2 * head_work.peak - two.peak, 0.0),
         activation=nbytes(x),
         whole_activation=nbytes(x) // x.shape[1] * shapes.length,
         logits=4 * head_work.products[0].rows * head_work.products[0].columns,
@@ -163,6 +171,11 @@ def _layer(
         pending=pending,
         weight_share=share,
     )
+
+
+def _doubled(a: Any) -> jax.ShapeDtypeStruct:
+    """The shape of twice the samples."""
+    return jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
 
 
 def nbytes(leaf: Any) -> int:

@@ -46,6 +46,8 @@ def gradients_reduced_once(evidence: Evidence) -> Outcome:
         return unchecked(_ONE_SHARD)
     if expected.is_pipeline and expected.zero >= 2:
         return unchecked(_BRANCHES)
+    if expected.degrees["context"] > 1 and expected.zero <= 1 and expected.microbatches > 1:
+        return unchecked("devices that share a sequence reduce each microbatch's gradient")
     times = expected.microbatches if expected.zero >= 2 else 1
     entries, width = times * expected.parameters, expected.gradient_width
     reductions = [c for c in evidence.moved if c.kind in ("all-reduce", "reduce-scatter")]
@@ -81,7 +83,7 @@ def gradients_scattered(evidence: Evidence) -> Outcome:
     expected = evidence.expected
     if expected.zero < 2:
         return unchecked(f"ZeRO {expected.zero} does not promise it")
-    if "data" not in expected.data_axes:
+    if not expected.splits_state:
         return unchecked(_ONE_SHARD)
     whole = sum(leaf.size for leaf in expected.leaves if not leaf.data_split)
     allowed = whole * expected.microbatches
@@ -126,7 +128,7 @@ def one_layer_gathered(evidence: Evidence) -> Outcome:
     expected = evidence.expected
     if expected.zero < 3:
         return unchecked(f"ZeRO {expected.zero} does not promise it")
-    if "data" not in expected.data_axes:
+    if not expected.splits_state:
         return unchecked(_ONE_SHARD)
     stacked = [leaf for leaf in expected.leaves if leaf.layers > 1 and leaf.data_split]
     if not stacked:

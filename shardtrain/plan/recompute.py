@@ -39,12 +39,12 @@ class Products:
         return self.model + self.again[1]
 
 
-def layer_products(model: TransformerConfig, length: int) -> Mapping[str, float]:
+def layer_products(model: TransformerConfig, length: float) -> Mapping[str, float]:
     """FLOPs of one token's forward through one layer, product by product.
 
     Args:
         model: its section.
-        length: tokens of a sequence; masked scores are computed too.
+        length: keys that a query is multiplied with; masked scores are computed too.
 
     Returns:
         The products with weights by the name that remat has for their result, and `attention` for
@@ -65,22 +65,24 @@ def expected_products(
     model: TransformerConfig,
     *,
     rows: int,
-    length: int,
+    length: float,
     remat: str,
     passes: Passes,
     split: Mapping[str, int],
     in_kernels: bool = False,
+    head_products: int = 3,
 ) -> Products:
     """The FLOPs of products that a device's program should have.
 
     Args:
         model: its section.
         rows: rows of the head's matrix, padding included.
-        length: tokens of a sequence.
+        length: keys that a query is multiplied with.
         remat: the policy, as `strategies.remat` takes it.
         passes: how often the device does it.
         split: into how many parts the mesh cuts `kv_heads`, `mlp` and `vocab`.
         in_kernels: whether attention is a library's kernel, whose products no program shows.
+        head_products: products of the head; a loss in chunks makes its scores twice.
     """
     heads, mlp = split["kv_heads"], split["mlp"]
     parts = {"qkv": heads, "attention": heads, "attention_out": heads, "mlp": mlp, "mlp_out": mlp}
@@ -92,7 +94,7 @@ def expected_products(
     whole = passes.layer_tokens * (3 * sum(each.values()) + 7 * attention)
     least, most = _again(remat, each, attention)
     return Products(
-        model=whole + passes.head_tokens * 3 * head,
+        model=whole + passes.head_tokens * head_products * head,
         again=(passes.layer_tokens * least, passes.layer_tokens * most),
     )
 

@@ -108,7 +108,8 @@ def search(
     families = _Families(room(cluster))
     fitting: list[Candidate] = []
     tried = 0
-    for layout, fault in _layouts(rough, cluster):
+    shared = own is not None and own.context > 1
+    for layout, fault in _layouts(rough, cluster, shared=shared):
         if fault:
             families.illegal(layout, fault)
             continue
@@ -145,27 +146,39 @@ _KEYS: dict[str, Callable[[Candidate], float]] = {
 # -- which there are
 
 
-def _layouts(workload: Workload, cluster: Cluster) -> Iterator[tuple[Layout, str]]:
-    """Every layout, or one of its family with the reason why it is not legal."""
-    devices, model = cluster.num_devices, workload.model
-    for tensor in (t for t in _powers(devices) if t <= max(16, cluster.domain)):
-        for pipeline in all_divisors(devices // tensor):
-            base = Layout(pipeline=pipeline, tensor=tensor, data=devices // (tensor * pipeline))
-            if pipeline > model.num_layers:
-                yield base, f"the model has {model.num_layers} layers"
-                continue
-            fault = _fault(workload, base)
-            if fault:
-                yield base, fault
-                continue
-            for layout in _meshes(base, cluster):
-                yield from _rest(workload, layout)
+def _layouts(workload: Workload, cluster: Cluster, *, shared: bool) -> Iterator[tuple[Layout, str]]:
+    """Every layout, or one of its family with the reason why it is not legal.
+
+    Args:
+        workload: the work.
+        cluster: where it is to run.
+        shared: whether devices may share a sequence.
+    """
+    for base in _bases(cluster.num_devices, max(16, cluster.domain), shared=shared):
+        if base.pipeline > workload.model.num_layers:
+            yield base, f"the model has {workload.model.num_layers} layers"
+            continue
+        fault = _fault(workload, base)
+        if fault:
+            yield base, fault
+            continue
+        for layout in _meshes(base, cluster):
+            yield from _rest(workload, layout)
+
+
+def _bases(devices: int, most: int, *, shared: bool) -> Iterator[Layout]:
+    """All degrees of `tensor`, of `context` and of `pipeline`; `data` takes what they leave."""
+    for tensor in (t for t in _powers(devices) if t <= most):
+        for context in _powers(devices // tensor) if shared else (1,):
+            for pipeline in all_divisors(devices // (tensor * context)):
+                data = devices // (tensor * context * pipeline)
+                yield Layout(pipeline=pipeline, data=data, context=context, tensor=tensor)
 
 
 def _meshes(base: Layout, cluster: Cluster) -> Iterator[Layout]:
     """All shards as one group, or hybrid: groups within a fast domain."""
     yield base
-    inside = cluster.domain // base.tensor
+    inside = cluster.domain // (base.tensor * base.context)
     if base.pipeline == 1 and 1 < inside < base.data and base.data % inside == 0:
         yield replace(base, replica=base.data // inside, data=inside)
 
@@ -183,7 +196,7 @@ def _rest(workload: Workload, mesh: Layout) -> Iterator[tuple[Layout, str]]:
         if mesh.pipeline * virtual > workload.model.num_layers:
             continue
         for zero in (1, 2, 3) if hybrid else (0, 1, 2, 3):
-            if zero and mesh.data == 1:
+            if zero and mesh.data * mesh.context == 1:
                 continue
             for remat in POLICIES:
                 for b in samples:
@@ -196,7 +209,7 @@ def _rest(workload: Workload, mesh: Layout) -> Iterator[tuple[Layout, str]]:
                             remat=remat,
                             microbatches=each // b,
                             sequence_parallel=mesh.tensor > 1
-                            and workload.length % mesh.tensor == 0,
+                            and workload.length % (mesh.context * mesh.tensor) == 0,
                         ),
                         "",
                     )
@@ -304,6 +317,7 @@ _WORDS = {
     "products": "products",
     "other": "norms, softmax and other work that memory limits",
     "tensor": "collectives between tensor shards",
+    "context": "collectives between devices that share a sequence",
     "bubble": "bubbles of the pipeline",
     "sends": "sends between stages",
     "data": "collectives between data shards",
@@ -312,7 +326,8 @@ _WORDS = {
 
 
 def _mesh_families(layout: Layout) -> list[str]:
-    return [f"tensor {layout.tensor}", f"pipeline {layout.pipeline}"]
+    context = [f"context {layout.context}"] * (layout.context > 1)
+    return [f"tensor {layout.tensor}", *context, f"pipeline {layout.pipeline}"]
 
 
 def _families(layout: Layout) -> list[str]:

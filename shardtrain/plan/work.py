@@ -9,7 +9,7 @@ reads them. So a value's bytes are written once and read once by each result tha
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,15 @@ _WRITES = frozenset(
         *("dot_general", "conv_general_dilated", "reduce_sum", "reduce_max", "reduce_min"),
         *("argmax", "cumsum", "sort", "gather", "scatter", "scatter-add", "scatter_add"),
         *("dynamic_update_slice", "while", "scan", "cond", "pallas_call"),
+        "rev",  # what arrives from another device: `ops.ring_attention`
     }
 )
 """Primitives whose result XLA writes to memory."""
 _PRODUCTS = frozenset({"dot_general"})
+_BY_THEMSELVES = _PRODUCTS | {"scan"}
+"""Primitives that XLA makes nothing else together with."""
+_IN_PLACE = frozenset({"dynamic_slice", "dynamic_update_slice"})
+_CALLS = ("custom_vjp_call", "custom_jvp_call")
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,15 @@ def trace(function: Callable[..., PyTree], *shapes: PyTree) -> ClosedJaxpr:
         function: of arrays.
         shapes: of its arguments.
     """
-    return traced.inline(jax.make_jaxpr(function)(*shapes), "custom_vjp_call", "custom_jvp_call")
+    return traced.inline(jax.make_jaxpr(function)(*shapes), *_CALLS)
 
 
-def work_of(closed: ClosedJaxpr) -> Work:
+def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
     """What a traced function costs.
 
     Args:
         closed: from `trace`.
+        in_loop: whether it is one turn of a loop, which changes what it carries in place.
     """
     eqns = closed.jaxpr.eqns
     materialised = _materialised(closed)
@@ -95,9 +101,31 @@ def work_of(closed: ClosedJaxpr) -> Work:
     product_bytes = other_bytes = 0.0
     made_at: dict[Var, int] = {}
     read_at: dict[Var, int] = {}
+    peaks: dict[int, float] = {}
     for at, eqn in enumerate(eqns):
         sources = frozenset[Var]().union(*(reads.get(v, frozenset()) for v in _variables(eqn)))
+        inner = _turn(eqn)
+        if inner is not None:
+            # What it reads and writes is counted inside, turn by turn.
+            times = eqn.params["length"]
+            products += [replace(p, batch=p.batch * times) for p in inner.products]
+            product_bytes += times * inner.product_bytes
+            other_bytes += times * inner.other_bytes
+            peaks[at] = inner.peak
+            for var in _variables(eqn):
+                read_at[var] = at
         for var in eqn.outvars:
+            if inner is not None:
+                reads[var] = frozenset([var])
+                made_at[var] = at
+                continue
+            if in_loop and eqn.primitive.name in _IN_PLACE:
+                # A part of an array that the loop carries: read, or written into it, by itself.
+                part = eqn.invars[1] if eqn.primitive.name == "dynamic_update_slice" else var
+                if var is not part:
+                    other_bytes += _bytes(part) + sum(map(_bytes, reads.get(part, ())))
+                reads[var] = frozenset([var])
+                continue
             if var not in materialised:
                 reads[var] = sources
                 continue
@@ -111,7 +139,20 @@ def work_of(closed: ClosedJaxpr) -> Work:
                 product_bytes += moved
             else:
                 other_bytes += moved
-    return Work(tuple(products), product_bytes, other_bytes, _peak(closed, made_at, read_at))
+    outputs = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
+    if in_loop:
+        # What a turn hands on is in the next one's place only if it was changed there.
+        handed_on = {"scan", "dynamic_update_slice"}
+        outputs = {v for eqn in eqns if eqn.primitive.name in handed_on for v in eqn.outvars}
+    peak = _peak(closed, made_at, read_at, peaks, outputs)
+    return Work(tuple(products), product_bytes, other_bytes, peak)
+
+
+def _turn(eqn: Any) -> Work | None:
+    """What one turn of a loop costs; None of what is no loop."""
+    if eqn.primitive.name != "scan":
+        return None
+    return work_of(traced.inline(eqn.params["jaxpr"], *_CALLS), in_loop=True)
 
 
 def _materialised(closed: ClosedJaxpr) -> set[Var]:
@@ -160,27 +201,39 @@ def _product(eqn: Any) -> Product:
     )
 
 
-def _peak(closed: ClosedJaxpr, made_at: dict[Var, int], read_at: dict[Var, int]) -> float:
+def _peak(
+    closed: ClosedJaxpr,
+    made_at: dict[Var, int],
+    read_at: dict[Var, int],
+    peaks: dict[int, float],
+    outputs: Collection[Var],
+) -> float:
     """Most bytes held at once.
 
     XLA makes the results between two products together, so what they read is there until the next.
+
+    Args:
+        closed: the function.
+        made_at: which equation makes a result.
+        read_at: which is the last to read it.
+        peaks: what loops hold themselves, by their equation.
+        outputs: results that are counted elsewhere.
     """
     eqns = closed.jaxpr.eqns
     change = [0.0] * (len(eqns) + 2)
     ends = list(range(len(eqns)))
     for at in reversed(range(len(eqns) - 1)):
-        if eqns[at + 1].primitive.name not in _PRODUCTS:
+        if eqns[at + 1].primitive.name not in _BY_THEMSELVES:
             ends[at] = ends[at + 1]
-    outputs = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
     for var, at in made_at.items():
         if var in outputs:
             continue
         change[at] += _bytes(var)
         change[ends[read_at.get(var, at)] + 1] -= _bytes(var)
     held = most = 0.0
-    for step in change:
+    for at, step in enumerate(change):
         held += step
-        most = max(most, held)
+        most = max(most, held + peaks.get(at, 0.0))
     return most
 
 

@@ -45,6 +45,7 @@ class Layout:
     pipeline: int = 1
     replica: int = 1
     data: int = 1
+    context: int = 1
     tensor: int = 1
     zero: int = 0
     sequence_parallel: bool = False
@@ -59,7 +60,7 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """Degree of every mesh axis."""
-        return {axis: getattr(self, axis, 1) for axis in MESH_AXES}
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
     def table_key(self) -> tuple[str | int, ...]:
@@ -142,7 +143,8 @@ class Workload:
         """The model's pieces as one device of a layout runs them, for one sample."""
         tensor = layout.tensor
         shapes = Shapes(
-            length=self.length,
+            length=self.length // layout.context,
+            context=layout.context,
             tensor=tensor,
             sequence_parallel=layout.sequence_parallel and tensor > 1,
             separate_documents=self.separate_documents,

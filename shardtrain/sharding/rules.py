@@ -107,6 +107,8 @@ class Active:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """What a dim of that name has on one device, for code that is traced as one device of many runs
     it, for its shapes alone (`one_of_many`)."""
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Of mesh axes that such code sends along."""
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         """The mesh axes that really split `name` here: of degree above 1, and nameable."""
@@ -181,7 +183,9 @@ def manual_over(*mesh_axes: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_of_many(platform: str, sizes: Mapping[str, int]) -> Iterator[None]:
+def one_of_many(
+    platform: str, sizes: Mapping[str, int], degrees: Mapping[str, int] | None = None
+) -> Iterator[None]:
     """For code that is traced as one device of many runs it, to learn its shapes; never run.
 
     The model is that device's part: its heads, its columns. Where the whole program would bring an
@@ -190,9 +194,11 @@ def one_of_many(platform: str, sizes: Mapping[str, int]) -> Iterator[None]:
     Args:
         platform: of the devices.
         sizes: entries of a dim of that name on one device, for each name that has several layouts.
+        degrees: of mesh axes along which the code itself sends; what is left out is 1.
     """
     table: Table = dict.fromkeys(AXES, ())
-    with _in_force(Active(table, abstract_mesh({}, platform), sizes=sizes)):
+    mesh = abstract_mesh({}, platform)
+    with _in_force(Active(table, mesh, sizes=sizes, degrees=degrees or {})):
         yield
 
 
@@ -224,6 +230,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         x, NamedSharding(active.context_mesh, active.spec(*names))
     )
     return placed
+
+
+def constrain_in_steps(
+    x: jax.Array, first: Sequence[str | None], then: Sequence[str | None]
+) -> jax.Array:
+    """`constrain` to one layout, by way of another that splits some dim less far but does split it.
+
+    The gradient takes the same way back. Otherwise XLA finds positions of a weight gradient's two
+    operands split in two ways, of which neither is whole, and gathers both.
+
+    Args:
+        x: an array.
+        first: names of its dims on the way.
+        then: names of its dims in the end.
+    """
+    active = current()
+    if active is not None:
+        ways = zip(map(active.axes, first), map(active.axes, then), strict=True)
+        if any(way and way != end for way, end in ways):
+            x = constrain(x, *first)
+    return constrain(x, *then)
 
 
 def _resized(x: jax.Array, sizes: Sequence[int | None]) -> jax.Array:

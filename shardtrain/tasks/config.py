@@ -23,3 +23,6 @@ class LanguageModelConfig(BaseModel):
     """Which task this is."""
     z_loss: float = Field(0.0, ge=0.0)
     """Coefficient of the mean squared log of the softmax's denominator. 0 = off."""
+    loss_chunks: int = Field(1, ge=1)
+    """Parts that a device's positions are cut into for the head and its loss, so that scores of the
+    whole vocabulary are there for one part at a time. 1 = all at once; more makes them twice."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardtrain.ops.chunked_loss import chunked_cross_entropy
 from shardtrain.ops.cross_entropy import cross_entropy
 from shardtrain.strategies.stack import Stack
 from shardtrain.tasks.base import Batch
@@ -40,16 +41,21 @@ class LanguageModel:
         self, model: Any, batch: Batch, key: jax.Array | None, stack: Stack
     ) -> dict[str, jax.Array]:
         """Sums over the targets of a part of the batch."""
-        return self._sums(model(batch, key, stack), batch)
+        return self.head(model, model.hidden(batch, key, stack), batch)
 
     def head(self, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """The same sums, from the last layer's output."""
-        return self._sums(model.logits(x), batch)
-
-    def _sums(self, logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        nll, log_z = cross_entropy(logits, batch["targets"], vocab_size=self.vocab_size)
+        nll, log_z = self._losses(model, x, batch["targets"])
         weights = batch["weights"].astype(nll.dtype)
         sums = {"nll": jnp.sum(nll * weights)}
         if self.config.z_loss:
             sums["z_loss"] = jnp.sum(jnp.square(log_z) * weights)
         return sums
+
+    def _losses(self, model: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of each position: from all scores, or chunk by chunk."""
+        chunks, vocab_size = self.config.loss_chunks, self.vocab_size
+        if chunks == 1:
+            return cross_entropy(model.logits(x), targets, vocab_size=vocab_size)
+        last, table = model.scored(x)
+        return chunked_cross_entropy(last, table, targets, vocab_size=vocab_size, chunks=chunks)

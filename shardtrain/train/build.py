@@ -33,6 +33,7 @@ from shardtrain.strategies.order import (
 )
 from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
+from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
@@ -57,6 +58,8 @@ class Layout:
     zero: int
     runner: Runner
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
+    arrange: Arrange = in_order
+    """The order in which the positions of a batch are worked on."""
 
     @property
     def microbatches(self) -> int:
@@ -264,7 +267,7 @@ class Program:
     def _step(self) -> Callable[..., Any]:
         runner = self.layout.runner
         gradients = runner.gradients(self.parts, self.placement, self.policy.accumulate)
-        whole = make_gradient_fn(self.task, gradients, self.placement)
+        whole = make_gradient_fn(self.task, gradients, self.placement, self.layout.arrange)
         return make_step(whole, self.optimizer, self.scaling, self.skip_limit)
 
     @cached_property
@@ -301,7 +304,7 @@ class Program:
     def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
         """(params, batch) -> (sums, weights) of each term, without dropout."""
         evaluation = self.layout.runner.evaluation(self.parts, self.placement)
-        function = make_evaluation(self.task, evaluation, self.placement)
+        function = make_evaluation(self.task, evaluation, self.placement, self.layout.arrange)
         evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(
             function, out_shardings=self.placement.whole
         )

@@ -13,6 +13,7 @@ from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
 from shardtrain.strategies.stack import Stack
+from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
 from shardtrain.train.state import TrainState
 
@@ -62,13 +63,16 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
     )
 
 
-def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> GradientFn:
+def make_gradient_fn(
+    task: Task, gradients: Gradients, placement: Placement, arrange: Arrange = in_order
+) -> GradientFn:
     """The gradient of a whole step; see `GradientFn`.
 
     Args:
         task: terms and weights.
         gradients: from a `Runner`.
         placement: where everything rests.
+        arrange: the order in which the positions of a batch are worked on.
     """
 
     def whole(
@@ -76,7 +80,7 @@ def make_gradient_fn(task: Task, gradients: Gradients, placement: Placement) -> 
     ) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, batch, ((totals, scale), key))
+            sums, grads = gradients(params, arrange(batch), ((totals, scale), key))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
         return {"loss": sums["loss"] / scale, **means}, grads
 
@@ -127,7 +131,10 @@ def make_step(
 
 
 def make_evaluation(
-    task: Task, evaluation: Callable[[PyTree, Batch], Metrics], placement: Placement
+    task: Task,
+    evaluation: Callable[[PyTree, Batch], Metrics],
+    placement: Placement,
+    arrange: Arrange = in_order,
 ) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
     """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
 
@@ -135,11 +142,12 @@ def make_evaluation(
         task: terms and weights.
         evaluation: from a `Runner`.
         placement: where everything rests.
+        arrange: the order in which the positions of a batch are worked on.
     """
 
     def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
         with use_rules(placement.compute, placement.mesh):
-            sums = evaluation(params, batch)
+            sums = evaluation(params, arrange(batch))
         return sums, task.totals(batch)
 
     return evaluate

@@ -20,7 +20,9 @@ def shrunk(sections: Mapping[str, Any], degrees: Mapping[str, int]) -> Sections:
     model, data = dict(sections["model"]), dict(sections["data"])
     tensor = degrees["tensor"]
     heads, kv_heads = model["num_heads"], model["num_kv_heads"] or model["num_heads"]
-    kv = min(kv_heads, max(tensor, 2) if kv_heads % max(tensor, 2) == 0 else tensor)
+    # Of Ulysses every device of a sequence has key/value heads of its own.
+    shares = tensor * (degrees["context"] if model["attention"] == "ulysses" else 1)
+    kv = min(kv_heads, max(shares, 2) if kv_heads % max(shares, 2) == 0 else shares)
     # The width divides by every axis that state may be split over.
     unit = math.lcm(8, degrees["data"] * degrees["context"])
     pipeline = sections["pipeline"]
@@ -37,7 +39,7 @@ def shrunk(sections: Mapping[str, Any], degrees: Mapping[str, int]) -> Sections:
         "max_length": 0,
         "layer_loop": "scan",
     }
-    length = math.lcm(16, degrees["context"] * tensor)
+    length = math.lcm(16, 2 * degrees["context"] * tensor)
     rows = degrees["replica"] * degrees["data"] * sections["train"]["microbatches"]
     data |= {
         "sequence_length": min(data["sequence_length"], length),

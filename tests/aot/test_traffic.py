@@ -1,5 +1,6 @@
 """Bytes that collectives move, as planned and in programs compiled for 8, 64 and 512 H100s."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -34,6 +35,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sharding.sequence_parallel": True,
         "train.remat": "dots",
     },
+    "ring 4": {"mesh.context": 4, "sharding.zero": 1, "train.remat": "full"},
+    "ring 4, tensor 2": {
+        "mesh.context": 4,
+        "mesh.tensor": 2,
+        "sharding.zero": 3,
+        "sharding.sequence_parallel": True,
+        "task.loss_chunks": 2,
+    },
+    "ring 4, 2 microbatches": {
+        "mesh.context": 4,
+        "sharding.zero": 1,
+        "train.microbatches": 2,
+        "data.separate_documents": True,
+    },
+    "ulysses 8": {"mesh.context": 8, "model.attention": "ulysses", "train.remat": "full"},
     "pipeline 4": {"mesh.pipeline": 4, "sharding.zero": 1, "train.microbatches": 8},
 }
 LARGE = {8: LAYOUTS, 64: ["zero 1", "tensor 8"], 512: ["zero 3", "sequence parallel", "pipeline 4"]}
@@ -42,7 +58,7 @@ CASES = [(count, name) for count, names in LARGE.items() for name in names]
 
 
 def sections(devices: int, changes: dict[str, Any]) -> dict[str, Any]:
-    others = changes.get("mesh.tensor", 1) * changes.get("mesh.pipeline", 1)
+    others = math.prod(changes.get(f"mesh.{a}", 1) for a in ("tensor", "pipeline", "context"))
     batch = EACH * devices // others * changes.get("train.microbatches", 1)
     return model_sections(LAYERS, EMBED, VOCAB, LENGTH, batch)
 

@@ -36,6 +36,8 @@ MESHES = {
     "4x2": {"data": 4, "tensor": 2},
     "2x4": {"data": 2, "tensor": 4},
     "2x2x2": {"replica": 2, "data": 2, "tensor": 2},
+    "c4 dp2": {"context": 4, "data": 2},
+    "c2 dp2 tp2": {"context": 2, "data": 2, "tensor": 2},
 }
 PIPELINES = {
     "pp2": {"pipeline": 2},
@@ -45,6 +47,9 @@ PIPELINES = {
     "pp2 dp2 tp2": {"pipeline": 2, "data": 2, "tensor": 2},
     "pp2 r2 dp2": {"pipeline": 2, "replica": 2, "data": 2},
     "pp4 dp2": {"pipeline": 4, "data": 2},
+    "pp2 c4": {"pipeline": 2, "context": 4},
+    "pp2 c2 tp2": {"pipeline": 2, "context": 2, "tensor": 2},
+    "pp2 dp2 c2": {"pipeline": 2, "data": 2, "context": 2},
 }
 
 
@@ -62,6 +67,8 @@ class Case:
     tied: bool = True
     documents: bool = False
     loop: str = "scan"
+    attention: str = "auto"
+    loss_chunks: int = 1
     optimizer: str = "adamw"
     precision: str = "float64"
     schedule: str = "1f1b"
@@ -91,6 +98,8 @@ class Case:
             microbatches=1,
             remat="none",
             loop="scan",
+            attention="auto",
+            loss_chunks=1,
             schedule="1f1b",
             virtual_stages=1,
             stages="",
@@ -108,8 +117,9 @@ class Case:
         }
         loop = "scan" if self.loop == "peel" else self.loop
         model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": loop}
+        model |= {"attention": self.attention}
         degrees = (
-            dict.fromkeys(("pipeline", "replica", "data", "tensor"), 1)
+            dict.fromkeys(("pipeline", "replica", "data", "context", "tensor"), 1)
             | (MESHES | PIPELINES)[self.mesh]
         )
         return {
@@ -144,7 +154,7 @@ class Case:
                 "clip_norm": 0.5,
                 "warmup_steps": 2,
             },
-            "task": {"z_loss": 1e-3},
+            "task": {"z_loss": 1e-3, "loss_chunks": self.loss_chunks},
         }
 
 

@@ -16,6 +16,8 @@ LAYOUT_CHOICES: dict[str, tuple[object, ...]] = {
     "microbatches": (1, 2, 4),
     "remat": ("none", "full", "dots", "attention,mlp"),
     "loop": ("scan", "peel", "unroll"),
+    "attention": ("auto", "ring", "ulysses"),
+    "loss_chunks": (1, 3),
 }
 RUN_CHOICES: dict[str, tuple[object, ...]] = {
     "dropout": (0.0, 0.2),
@@ -28,6 +30,7 @@ CHOICES = LAYOUT_CHOICES | RUN_CHOICES
 RARE = {"loop": (4, 2, 1)}
 """How often the values of a choice are drawn: an unrolled step takes twice as long to compile."""
 BATCH_PER_SHARD = {"1": 16, "8x1": 2, "4x2": 4, "2x4": 8, "2x2x2": 4}
+BATCH_PER_SHARD |= {"c4 dp2": 8, "c2 dp2 tp2": 8}
 
 
 def legal(case: Case) -> bool:
@@ -91,7 +94,7 @@ def covering(per_layout: int) -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
-CASES = covering(3)
+CASES = covering(2)
 BFLOAT16 = [
     Case(mesh="8x1", zero=3, precision="bfloat16", microbatches=2, style="llama", dropout=0.2),
     Case(mesh="2x2x2", zero=2, precision="bfloat16", style="bloom", sequence_parallel=True),

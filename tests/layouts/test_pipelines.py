@@ -72,11 +72,22 @@ OTHERS = [
     Case(mesh="pp2 r2 dp2", microbatches=4, num_layers=3, zero=3, remat="full", style="llama"),
     Case(mesh="pp4", microbatches=2, num_layers=4, style="bloom"),
     Case(mesh="pp2", microbatches=2, num_layers=7),
+    Case(
+        mesh="pp2 c2 tp2",
+        microbatches=4,
+        num_layers=4,
+        sequence_parallel=True,
+        dropout=0.2,
+        loss_chunks=3,
+        schedule="zero_bubble",
+    ),
+    Case(mesh="pp2 dp2 c2", microbatches=4, zero=3, documents=True, style="llama", remat="full"),
+    Case(mesh="pp2 c4", microbatches=2, attention="ulysses", style="bloom", loss_chunks=4),
     dataclasses.replace(SMALL, optimizer="adafactor", zero=3, style="llama"),
     dataclasses.replace(SMALL, optimizer="muon", zero=1),
 ]
-"""Fewer microbatches than stages, layers that do not divide, hybrid sharding, and optimizers that
-mix the entries of a matrix."""
+"""Fewer microbatches than stages, layers that do not divide, hybrid sharding, split sequences, and
+optimizers that mix the entries of a matrix."""
 ROUNDED = [
     dataclasses.replace(SMALL, precision="bfloat16", zero=1),
     Case(mesh="pp2 dp2 tp2", precision="bfloat16", microbatches=4, zero=3, style="llama"),
