@@ -41,21 +41,27 @@ class LanguageModel:
         self, model: Any, batch: Batch, key: jax.Array | None, stack: Stack
     ) -> dict[str, jax.Array]:
         """Sums over the targets of a part of the batch."""
-        return self.head(model, model.hidden(batch, key, stack), batch)
+        if self.config.loss_chunks > 1:
+            return self.head(model, model.hidden(batch, key, stack), batch)
+        return self._sums(self._of_scores(model(batch, key, stack), batch), batch)
 
     def head(self, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """The same sums, from the last layer's output."""
-        nll, log_z = self._losses(model, x, batch["targets"])
+        chunks, targets = self.config.loss_chunks, batch["targets"]
+        if chunks == 1:
+            return self._sums(self._of_scores(model.logits(x), batch), batch)
+        last, table = model.scored(x)
+        size = self.vocab_size
+        losses = chunked_cross_entropy(last, table, targets, vocab_size=size, chunks=chunks)
+        return self._sums(losses, batch)
+
+    def _of_scores(self, scores: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return cross_entropy(scores, batch["targets"], vocab_size=self.vocab_size)
+
+    def _sums(self, losses: tuple[jax.Array, jax.Array], batch: Batch) -> dict[str, jax.Array]:
+        nll, log_z = losses
         weights = batch["weights"].astype(nll.dtype)
         sums = {"nll": jnp.sum(nll * weights)}
         if self.config.z_loss:
             sums["z_loss"] = jnp.sum(jnp.square(log_z) * weights)
         return sums
-
-    def _losses(self, model: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of each position: from all scores, or chunk by chunk."""
-        chunks, vocab_size = self.config.loss_chunks, self.vocab_size
-        if chunks == 1:
-            return cross_entropy(model.logits(x), targets, vocab_size=vocab_size)
-        last, table = model.scored(x)
-        return chunked_cross_entropy(last, table, targets, vocab_size=vocab_size, chunks=chunks)
