@@ -16,7 +16,8 @@ import jax
 from jax.profiler import ProfileData
 
 from shardtrain.config import load_config
-from shardtrain.run import abstract_batch, build
+from shardtrain.run import build
+from shardtrain.run_program import abstract_batch
 
 PARTS = (
     ("optimizer and clipping", ("/optim/", "optax")),

@@ -133,7 +133,7 @@ def main() -> None:
     from shardtrain.config import load_config
     from shardtrain.plan.compiling import Compiled, Job, compile_for
     from shardtrain.plan.targets import parse_target
-    from shardtrain.run import lower_step
+    from shardtrain.run_program import lower_step
 
     plans, jobs = {}, {}
     for model, layout, sections, changes in cases():

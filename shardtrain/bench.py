@@ -20,7 +20,8 @@ from rich.table import Table
 from shardtrain.config import RunConfig
 from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_token
-from shardtrain.run import Run, abstract_batch, build
+from shardtrain.run import Run, build
+from shardtrain.run_program import abstract_batch
 from shardtrain.sharding.mesh import split_axes
 from shardtrain.train.flops import utilisation
 from shardtrain.train.machine import allocator

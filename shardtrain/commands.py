@@ -14,7 +14,8 @@ from rich.text import Text
 from shardtrain.config import RunConfig, known_vocab, load_config
 from shardtrain.data.sources import open_data
 from shardtrain.errors import EXIT_FAILED
-from shardtrain.run import Run, build, count_parameters, make_program, make_report
+from shardtrain.run import Run, build
+from shardtrain.run_program import count_parameters, make_program, make_report
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes

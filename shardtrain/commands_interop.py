@@ -36,7 +36,7 @@ from shardtrain.interop.hf_files import DTYPES, WeightFiles, write_files
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.tensors import Parameter
 from shardtrain.interop.weights import exported, exported_shapes, map_files, parameters
-from shardtrain.run import count_parameters, make_program
+from shardtrain.run_program import count_parameters, make_program
 from shardtrain.run_state import WEIGHTS
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train.build import Program

@@ -30,81 +30,12 @@ from shardtrain.plan.picture import save
 from shardtrain.plan.search import candidate
 from shardtrain.plan.search import search as search_layouts
 from shardtrain.plan.targets import Target
-from shardtrain.plan.workload import Layout, Workload
-from shardtrain.run import lower_step, make_program
+from shardtrain.plan.workload import Layout
+from shardtrain.run_program import lower_step, make_program
+from shardtrain.run_remat import plan_remat, with_remat
+from shardtrain.run_workload import layout_of, make_workload
 from shardtrain.sharding.chips import CHIPS, KNOWN_KINDS
 from shardtrain.sharding.mesh import abstract_mesh
-from shardtrain.train import build
-
-
-def make_workload(config: RunConfig, vocab_size: int, platform: str) -> Workload:
-    """A config's work, whatever its layout.
-
-    Args:
-        config: from `load_config`.
-        vocab_size: tokens of the data; `model.vocab_size` goes first.
-        platform: of the devices: "gpu", "tpu" or "cpu".
-    """
-    model, data = config.model, config.data
-    vocab_size = model.vocab_size or vocab_size
-    sections = config.model_dump()
-    one = {
-        "mesh": {},
-        "sharding": {},
-        "pipeline": {},
-        "train": {"precision": config.train.precision},
-    }
-    alone = RunConfig.model_validate({**sections, **one})
-    rows = model.padded_vocab(vocab_size)
-
-    def program(update: dict[str, Any], vocab: int) -> build.Program:
-        part = alone.model_copy(update={"model": model.model_copy(update=update)})
-        return make_program(part, vocab_size=vocab, mesh=abstract_mesh({}, platform))
-
-    def part(tensor: int) -> build.Program:
-        update = {
-            "num_heads": model.num_heads // tensor,
-            "num_kv_heads": model.kv_heads // tensor,
-            "head_dim": model.head_size,
-            "mlp_dim": model.mlp_size // tensor,
-            "vocab_size": rows // tensor,
-            "vocab_multiple": 1,
-        }
-        return program(update, rows // tensor)
-
-    return Workload(
-        program=program({}, vocab_size),
-        part=part,
-        model=model,
-        vocab_size=vocab_size,
-        length=data.sequence_length,
-        batch_size=data.batch_size,
-        separate_documents=data.separate_documents,
-        platform=platform,
-        rules=config.sharding.rules,
-    )
-
-
-def layout_of(config: RunConfig, num_devices: int) -> Layout:
-    """A config's own layout.
-
-    Raises:
-        UserError: its mesh does not fit so many devices.
-    """
-    degrees = config.mesh.degrees(num_devices)
-    pipeline, train, sharding = config.pipeline, config.train, config.sharding
-    return Layout(
-        **degrees,
-        zero=sharding.zero,
-        sequence_parallel=sharding.sequence_parallel,
-        microbatches=train.microbatches,
-        remat=train.remat,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        layers=pipeline.layout,
-        table=pipeline.table,
-    )
-
 
 # -- the command
 
@@ -139,6 +70,7 @@ def make_plan(
     cluster = parse_cluster(target, chips)
     resolve_mesh(config, cluster.num_devices)
     workload = make_workload(config, _vocab(config), platform_of(cluster))
+    config, choice = plan_remat(config, workload, cluster.num_devices)
     layout = layout_of(config, cluster.num_devices)
     found = None
     if search:
@@ -149,7 +81,11 @@ def make_plan(
         own=candidate(workload, layout, cluster),
         found=found,
         price=price if price is not None else cluster.chip.price_per_hour,
-        notes=(*cluster.notes(), *_notes(config)),
+        notes=(
+            *cluster.notes(),
+            *_notes(config),
+            *([f"by the plan, train.remat is {choice}"] if choice else []),
+        ),
     )
 
 
@@ -191,6 +127,7 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         UserError: the compiler is missing, does not know the chip, or fails.
     """
     cluster = plan.cluster
+    config = with_remat(config, plan.own.layout.remat)
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
     job = Job(
         lower_step,
@@ -297,7 +234,7 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     Raises:
         ConfigError: the layout is not legal.
     """
-    sections = config.model_dump()
+    sections = with_remat(config, layout.remat).model_dump()
     for name, part in layout.sections.items():
         sections[name] = {**sections[name], **part}
     if layout.pipeline == 1:

@@ -13,7 +13,8 @@ from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import RunConfig, resolve_mesh
 from shardtrain.data.sources import open_tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.run import build, make_generator, make_program
+from shardtrain.run import build, make_generator
+from shardtrain.run_program import make_program
 from shardtrain.run_state import restore_state
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import checkpoints_in

@@ -23,7 +23,12 @@ from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
-from shardtrain.strategies.config import OffloadConfig, PipelineConfig, TrainConfig
+from shardtrain.strategies.config import (
+    BUDGET,
+    OffloadConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
@@ -287,6 +292,14 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 f"train.loss_scale_floor={train.loss_scale_floor:g} is more; use "
                 f"{train.loss_scale:g} or less there",
                 where=f"train.loss_scale={train.loss_scale:g}",
+            )
+        )
+    if (train.remat == BUDGET) != bool(train.memory_budget):
+        faults.append(
+            ConfigError(
+                "they go together: the cheapest recomputation that fits so many bytes",
+                where=f'train.remat="{train.remat}", train.memory_budget="{train.memory_budget}"',
+                cure='train.remat="budget" and, say, train.memory_budget="70GiB"; or neither',
             )
         )
     if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):

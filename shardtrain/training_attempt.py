@@ -29,8 +29,9 @@ from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
 from shardtrain.models.flops import training_flops_per_token
-from shardtrain.run import Run, count_parameters
+from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
+from shardtrain.run_program import count_parameters
 from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path

@@ -13,7 +13,8 @@ from flax import nnx
 from shardtrain.config import load_config
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.errors import ConfigError
-from shardtrain.run import make_generator, make_program
+from shardtrain.run import make_generator
+from shardtrain.run_program import make_program
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.stack import make_stack
 from shardtrain.train import generate as module

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.config import RunConfig, load_config
 from shardtrain.errors import ConfigError, ShardingError
-from shardtrain.run import abstract_batch, make_program, make_runner
+from shardtrain.run_program import abstract_batch, make_program, make_runner
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.order import LayerOrder, model_order_sharding, take_rows

@@ -3,7 +3,8 @@
 Owns: the keys, their types and their defaults. Does not own: the wrappers they choose.
 """
 
-from typing import Literal
+import re
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -20,6 +21,28 @@ _SECTION = ConfigDict(
 )
 
 
+BUDGET: Final = "budget"
+"""The `remat` that is chosen by the bytes of compiled steps."""
+
+_UNITS: Final = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str) -> float:
+    """The bytes of a size.
+
+    Raises:
+        ValueError: it is written otherwise.
+
+    Example:
+        >>> parse_bytes("1.5GiB")
+        1610612736.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB|MB|GB)", text)
+    if found is None:
+        raise ValueError('must be a size such as "70GiB", in MiB, GiB, MB or GB')
+    return float(found[1]) * _UNITS[found[2]]
+
+
 class TrainConfig(BaseModel):
     """How one step is computed. No choice here changes what is computed, but `precision`."""
 
@@ -29,7 +52,11 @@ class TrainConfig(BaseModel):
     """Parts that the global batch is worked off in, one after another. 1 = all at once."""
     remat: str = "none"
     """What the backward pass computes again: "none", "full" (the whole layer), "dots" (all but
-    matrix products), or the tensors to keep, by name: "attention,mlp"."""
+    matrix products), or the tensors to keep, by name: "attention,mlp". "budget" is the cheapest of
+    these that fits `train.memory_budget`."""
+    memory_budget: str = ""
+    """Bytes that the compiled step may take on one device, such as "70GiB", for `train.remat` =
+    "budget"."""
     overlap: bool = False
     """Whether to hide as much communication behind products as can be on GPUs, for more memory;
     docs/plan.md has figures. False = as far as it costs no memory."""
@@ -52,13 +79,20 @@ class TrainConfig(BaseModel):
     @field_validator("remat")
     @classmethod
     def _remat_names(cls, value: str) -> str:
-        if value in ("none", "full", "dots"):
+        if value in ("none", "full", "dots", BUDGET):
             return value
         names = [name.strip() for name in value.split(",")]
         if not set(names) <= set(SAVEABLE):
             kept = ", ".join(SAVEABLE)
-            raise ValueError(f'must be "none", "full", "dots", or names among {kept}')
+            raise ValueError(f'must be "none", "full", "dots", "budget", or names among {kept}')
         return ",".join(names)
+
+    @field_validator("memory_budget")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        if value:
+            parse_bytes(value)
+        return value
 
 
 class OffloadConfig(BaseModel):

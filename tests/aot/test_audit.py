@@ -20,7 +20,7 @@ from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.evidence import Outcome
 from shardtrain.plan.expected import expect
 from shardtrain.plan.targets import Target
-from shardtrain.run import lower_step, make_program
+from shardtrain.run_program import lower_step, make_program
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies import accumulate, stack

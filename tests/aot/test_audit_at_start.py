@@ -12,8 +12,8 @@ import pytest
 from shardtrain.config import RunConfig, load_config
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.targets import Target
-from shardtrain.run import abstract_batch, make_program
 from shardtrain.run_audit import PromiseError, check_step, require_auditable
+from shardtrain.run_program import abstract_batch, make_program
 from shardtrain.sharding.mesh import make_mesh
 from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections

@@ -10,7 +10,7 @@ from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.targets import parse_target
-from shardtrain.run import lower_step, make_program
+from shardtrain.run_program import lower_step, make_program
 from shardtrain.sharding.mesh import abstract_mesh
 from tests.aot.marks import needs_compiler
 

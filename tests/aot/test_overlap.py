@@ -15,7 +15,7 @@ from shardtrain.plan.collectives import collectives, totals
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
 from shardtrain.plan.targets import Target
-from shardtrain.run import lower_step
+from shardtrain.run_program import lower_step
 from tests.aot.marks import needs_compiler
 
 pytestmark = needs_compiler("overlap")

@@ -18,7 +18,7 @@ from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
 from shardtrain.plan.targets import Target
-from shardtrain.run import lower_step, make_program
+from shardtrain.run_program import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate

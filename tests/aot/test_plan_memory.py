@@ -14,7 +14,7 @@ from shardtrain.commands_plan import make_plan
 from shardtrain.config import load_config
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.targets import parse_target
-from shardtrain.run import lower_step
+from shardtrain.run_program import lower_step
 from tests.aot.marks import needs_compiler
 
 pytestmark = needs_compiler("plan memory")

@@ -25,7 +25,7 @@ from shardtrain.plan.compiling import Compiled, Job, compile_for
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hlo import Module, parse_hlo
 from shardtrain.plan.targets import Target
-from shardtrain.run import abstract_batch, lower_step, make_program, make_report
+from shardtrain.run_program import abstract_batch, lower_step, make_program, make_report
 from shardtrain.train.build import Program
 from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from shardtrain.commands_plan import layout_of, make_workload
 from shardtrain.config import load_config
 from shardtrain.plan.collectives import Collective, collectives
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.hlo import parse_hlo
 from shardtrain.plan.targets import Target
 from shardtrain.plan.traffic import traffic
-from shardtrain.run import lower_step
+from shardtrain.run_program import lower_step
+from shardtrain.run_workload import layout_of, make_workload
 from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
 

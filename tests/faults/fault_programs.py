@@ -14,7 +14,7 @@ from shardtrain.models.transformer import constant
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
-from shardtrain.run import make_program
+from shardtrain.run_program import make_program
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.accumulate import Accumulation

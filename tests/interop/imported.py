@@ -11,7 +11,7 @@ from flax import nnx
 from shardtrain import cli
 from shardtrain.commands_trained import restore_newest
 from shardtrain.config import RunConfig, load_config
-from shardtrain.run import make_program
+from shardtrain.run_program import make_program
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.stack import make_stack
 

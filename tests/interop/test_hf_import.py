@@ -129,7 +129,7 @@ def test_the_model_is_not_open(runs: Path, capsys: pytest.CaptureFixture[str]) -
 )
 def test_the_rest_of_the_state_is_made(runs: Path, keys: dict[str, object]) -> None:
     """A state of weights from elsewhere has all that an initial one has, in the same places."""
-    from shardtrain.run import make_program
+    from shardtrain.run_program import make_program
     from shardtrain.run_state import restore_state
 
     config = load_config(runs / "gpt2", keys)
@@ -144,7 +144,7 @@ def test_the_rest_of_the_state_is_made(runs: Path, keys: dict[str, object]) -> N
 def test_stages_get_their_layers(runs: Path) -> None:
     """Weights in model order rest in a stack that a pipeline shares out."""
     from shardtrain.commands_trained import restore_newest
-    from shardtrain.run import make_program
+    from shardtrain.run_program import make_program
 
     mesh = {"mesh.pipeline": 2, "mesh.data": 2, "mesh.tensor": 2, "mesh.replica": 1}
     layers = {"pipeline.layout": "E1,1H", "train.microbatches": 2, "data.batch_size": 8}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from shardtrain.config import load_config
-from shardtrain.run import make_program
+from shardtrain.run_program import make_program
 from shardtrain.train.build import Program
 from shardtrain.verify.compare import Comparison, Subject, compare
 

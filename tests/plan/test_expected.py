@@ -8,7 +8,7 @@ from shardtrain.config import RunConfig, load_config
 from shardtrain.models.flops import matrix_parameters
 from shardtrain.plan.expected import Expected, expect
 from shardtrain.plan.recompute import Passes, expected_products, kept_entries, layer_products
-from shardtrain.run import make_program, make_report
+from shardtrain.run_program import make_program, make_report
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.train.build import Program

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from shardtrain.cli import main
-from shardtrain.commands_plan import layout_of, make_plan, make_workload, other_layout
+from shardtrain.commands_plan import make_plan, other_layout
 from shardtrain.config import load_config
 from shardtrain.errors import ConfigError
 from shardtrain.plan.cost import cost
@@ -16,7 +16,8 @@ from shardtrain.plan.hardware import parse_cluster
 from shardtrain.plan.memory import memory
 from shardtrain.plan.search import search
 from shardtrain.plan.workload import Layout, Workload
-from shardtrain.run import make_program, make_report
+from shardtrain.run_program import make_program, make_report
+from shardtrain.run_workload import layout_of, make_workload
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.strategies.schedules.simulate import simulate
 

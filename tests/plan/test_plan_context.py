@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shardtrain.commands_plan import layout_of, make_workload, other_layout
 from shardtrain.commands_plan import make_plan as plan_of
+from shardtrain.commands_plan import other_layout
 from shardtrain.config import load_config
 from shardtrain.plan.cost import cost
 from shardtrain.plan.cures import cures
@@ -16,7 +16,8 @@ from shardtrain.plan.memory import memory
 from shardtrain.plan.search import search
 from shardtrain.plan.traffic import traffic
 from shardtrain.plan.workload import Layout, Workload
-from shardtrain.run import make_program
+from shardtrain.run_program import make_program
+from shardtrain.run_workload import layout_of, make_workload
 from shardtrain.sharding.mesh import abstract_mesh
 
 LAYERS, EMBED, HEADS, VOCAB, LENGTH, BATCH = 4, 256, 8, 1024, 8192, 8

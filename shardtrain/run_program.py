@@ -1,0 +1,198 @@
+"""From a config to the functions of its run, without data.
+
+Owns: which wrapper, placement and model each key of a config chooses. Does not own: the functions
+(`shardtrain.train.build`), data, and the run as a whole (`shardtrain.run`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from shardtrain.config import RunConfig
+from shardtrain.data.language import blank_batch
+from shardtrain.models.transformer import Transformer
+from shardtrain.optim.optimizers import make_transform
+from shardtrain.optim.schedules import make_schedule
+from shardtrain.plan.stages import make_stages
+from shardtrain.sharding.mesh import make_mesh, mesh_platform
+from shardtrain.sharding.report import Report, report
+from shardtrain.sharding.rules import compute_table
+from shardtrain.sharding.tiers import Tiers
+from shardtrain.strategies.accumulate import Accumulation
+from shardtrain.strategies.config import TrainConfig
+from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
+from shardtrain.strategies.parts import Runner
+from shardtrain.strategies.pipeline import Pipeline
+from shardtrain.strategies.precision import Policy, policy
+from shardtrain.strategies.stack import choose_loop, make_stack
+from shardtrain.strategies.zigzag import in_order, make_zigzag
+from shardtrain.tasks.language_model import LanguageModel
+from shardtrain.train.build import Create, Layout, Program
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]
+
+
+def make_program(
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    devices: Sequence[jax.Device] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Program:
+    """The functions of a config's run, without data.
+
+    Args:
+        config: from `load_config`.
+        vocab_size: tokens of the data; `model.vocab_size` goes first.
+        devices: devices to use, all of them; by default every device.
+        mesh: a mesh to use instead, which may be abstract.
+    """
+    mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
+    vocab_size = config.model.vocab_size or vocab_size
+    sharding = config.sharding
+    dtypes = policy(config.train.precision)
+    compute = compute_table(sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules)
+    is_ring = mesh.shape["context"] > 1 and config.model.attention != "ulysses"
+    layout = Layout(
+        mesh=mesh,
+        compute=compute,
+        zero=sharding.zero,
+        runner=make_runner(config, mesh, vocab_size),
+        tiers=make_tiers(config, dtypes),
+        arrange=make_zigzag(compute, mesh) if is_ring else in_order,
+    )
+    return Program(
+        create=model_creator(config, vocab_size),
+        task=LanguageModel(config.task, vocab_size),
+        layout=layout,
+        policy=dtypes,
+        make_transform=lambda names: make_transform(config.optimizer, names),
+        schedule=make_schedule(config.optimizer, config.run.steps),
+        clip_norm=config.optimizer.clip_norm,
+        seed=config.run.seed,
+        skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
+        scaling=make_scaling(config.train, dtypes),
+    )
+
+
+def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
+    """What rests on the host."""
+    offload = config.offload
+    return Tiers(
+        moments=offload.optimizer == "host",
+        master=offload.master == "host" and dtypes.has_master,
+        fraction=offload.fraction,
+    )
+
+
+def make_scaling(train: TrainConfig, dtypes: Policy) -> LossScale:
+    """What the loss is multiplied by."""
+    if not dtypes.is_narrow:
+        return Unscaled()
+    return DynamicScale(
+        start=train.loss_scale,
+        window=train.loss_scale_window,
+        hysteresis=train.loss_scale_hysteresis,
+        floor=train.loss_scale_floor,
+    )
+
+
+def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -> Runner:
+    """How a step's microbatches go through the layers on a mesh."""
+    train, model, stages = config.train, config.model, mesh.shape["pipeline"]
+
+    platform = mesh_platform(mesh)
+    if stages == 1:
+        loop = choose_loop(model.layer_loop, model.num_layers, platform)
+        if loop == "scan" and train.overlap:
+            loop = "peel"
+        return Accumulation(make_stack(policy=train.remat, loop=loop), train.microbatches)
+    schedule, layout = make_stages(
+        config.pipeline,
+        model,
+        stages=stages,
+        microbatches=train.microbatches,
+        length=config.data.sequence_length,
+        vocab_size=vocab_size,
+    )
+    loop = choose_loop(model.layer_loop, layout.num_slots, platform)
+    return Pipeline(schedule, layout, train.remat, loop)
+
+
+def model_creator(config: RunConfig, vocab_size: int) -> Create:
+    """(dtype, rngs) -> the config's model."""
+    max_length = config.model.max_length or config.data.sequence_length
+
+    def create(dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+        return Transformer(
+            config.model, vocab_size=vocab_size, max_length=max_length, dtype=dtype, rngs=rngs
+        )
+
+    return create
+
+
+def make_report(program: Program) -> Report:
+    """Bytes on one device, parameter by parameter."""
+    return report(
+        program.placement,
+        params=program.shapes.params,
+        opt_state=program.shapes.opt_state,
+        gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
+    )
+
+
+def count_parameters(program: Program, vocab_size: int) -> int:
+    """Parameters of the model, each layer once, without the padding of the vocabulary.
+
+    Args:
+        program: the run's functions; its mesh may be abstract.
+        vocab_size: tokens.
+    """
+
+    def count(leaf: Any, names: tuple[str | None, ...]) -> int:
+        dims = zip(leaf.shape, names, strict=True)
+        return math.prod(min(size, vocab_size) if name == "vocab" else size for size, name in dims)
+
+    counts = jax.tree.map(count, program.abstract_saved.params, program.placement.names)
+    return sum(jax.tree.leaves(counts))
+
+
+def abstract_batch(config: RunConfig, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a run's batches, without data."""
+    data, microbatches = config.data, program.layout.microbatches
+    rows = blank_batch(
+        data.batch_size // microbatches,
+        data.sequence_length,
+        separate_documents=data.separate_documents,
+    )
+    return {
+        name: jax.ShapeDtypeStruct(
+            (microbatches, *a.shape), a.dtype, sharding=program.batch_sharding(a.ndim + 1)
+        )
+        for name, a in rows.items()
+    }
+
+
+def lower_step(
+    devices: Sequence[jax.Device], config: RunConfig, vocab_size: int
+) -> jax.stages.Lowered:
+    """A run's own step, lowered for devices that need not be here.
+
+    Args:
+        devices: all of them; their platform decides how the step is phrased.
+        config: from `load_config`.
+        vocab_size: tokens of the data.
+
+    Returns:
+        What is compiled to have the program that `train` runs on such devices.
+    """
+    program = make_program(config, vocab_size=vocab_size, devices=devices)
+    traced = program.step.trace(program.abstract_state, abstract_batch(config, program))
+    gpus = mesh_platform(program.layout.mesh) == "gpu"
+    lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",) if gpus else None)
+    return lowered
