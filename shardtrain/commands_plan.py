@@ -16,7 +16,7 @@ from shardtrain.commands_plan_text import (
     show_points,
 )
 from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
-from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError
+from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, ShardingError, UserError
 from shardtrain.plan.answer import Plan, Point, Program
 from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
@@ -68,7 +68,12 @@ def make_plan(
         UserError: the target is unknown, or the config's layout is not legal on it.
     """
     cluster = parse_cluster(target, chips)
-    resolve_mesh(config, cluster.num_devices)
+    try:
+        resolve_mesh(config, cluster.num_devices)
+    except ShardingError as fault:
+        if fault.where == "mesh":
+            fault.cure = "give other degrees: --mesh.data -1 takes what the others leave"
+        raise
     workload = make_workload(config, _vocab(config), platform_of(cluster))
     config, choice = plan_remat(config, workload, cluster.num_devices)
     layout = layout_of(config, cluster.num_devices)

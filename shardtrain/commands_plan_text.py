@@ -37,9 +37,17 @@ def memory_help(plan: Plan) -> str:
     """What is largest on a device, and what would make the config fit."""
     lines = ["largest on a device, parameters with their gradients and optimizer state:"]
     lines += [f"  {large.nbytes / 2**30:8.2f} GiB  {large.name}" for large in plan.largest]
-    if not plan.cures:
-        return "\n".join([*lines, "no three changes of the layout make it fit: use more devices"])
+    if not plan.cures and not plan.offloaded:
+        others = plan.found is not None and plan.found.best
+        more = "; layouts that do are below" if others else ": use more devices"
+        return "\n".join([*lines, f"no three changes of the layout make it fit{more}"])
     lines.append("the cheapest changes that make it fit:")
+    if off := plan.offloaded:
+        lines.append(
+            f"  offload.optimizer and offload.master host: {off.memory.total / 2**30:.1f} GiB, and "
+            f"{off.memory.host / 2**30:.1f} of the host's for each device, "
+            f"{off.cost.middle / plan.own.cost.middle:.2f} of the time"
+        )
     for cure in plan.cures:
         words = changes(plan.own.layout, cure.layout)
         size, cost = cure.memory.total / 2**30, cure.cost.middle / plan.own.cost.middle

@@ -24,7 +24,7 @@ from shardtrain.train.metrics import plain, read_rows
 from shardtrain.train.phases import read_timeline
 from shardtrain.train.rundir import checkpoints_in, holder
 
-HAPPENED = ("skip", "spike", "rollback", "drift", "target")
+HAPPENED = ("skip", "overflow", "spike", "rollback", "damaged", "drift", "target")
 """Events that are counted."""
 
 Row = dict[str, Any]

@@ -20,8 +20,10 @@ SHOWN: Final = 8
 _BAR: Final = 12
 _WORDS: Final = {
     "skip": "batches skipped",
+    "overflow": "overflows",
     "spike": "spikes",
     "rollback": "rolled back",
+    "damaged": "checkpoints damaged",
     "drift": "times drift",
     "target": "targets missed",
 }

@@ -91,6 +91,7 @@ class Attempt:
         self.agreement = Agreement(peers)
         self._rollbacks = 0
         self._checks = 0
+        self._damage: list[str] = []
 
     def train(self) -> tuple[TrainState, int]:
         """Returns the state and the exit code."""
@@ -116,7 +117,7 @@ class Attempt:
 
     def _resumable(self) -> int | None:
         """The step to go on from; refuses a folder that holds another run."""
-        latest = self.checkpoints.newest_good(self._say)
+        latest = self.checkpoints.newest_good(self._tell_damage)
         if latest is None:
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
@@ -129,7 +130,8 @@ class Attempt:
         check_changes(found, allow=allow, where=str(self.directory.path))
         return latest
 
-    def _say(self, words: str) -> None:
+    def _tell_damage(self, words: str) -> None:
+        self._damage.append(words)
         if self.peers.index == 0:
             make_console().print(words, markup=False, soft_wrap=True)
 
@@ -147,7 +149,8 @@ class Attempt:
             ("devices", f"{devices.size} x {devices.flat[0].device_kind}, {mesh or 'no mesh'}"),
             ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
              f"{human_bytes(bytes_.parameters)}, gradients {human_bytes(bytes_.gradients)}, "
-             f"optimizer {human_bytes(bytes_.optimizer)}"),
+             f"optimizer {human_bytes(bytes_.optimizer)}"
+             + (f"; on the host {human_bytes(bytes_.host)}" if bytes_.host else "")),
             ("steps", f"{self.cadence.last:,} of {data.batch_size} x "
              f"{data.sequence_length} tokens"),
             ("folder", str(self.directory.path)),
@@ -259,6 +262,8 @@ class Attempt:
         begun = time.perf_counter()
         state = self._restore(resume)
         seconds = time.perf_counter() - begun
+        for words in self._damage:
+            observer.event("damaged", resume, {"reason": words})
         observer.event("restore", resume, {"seconds": seconds, "replayed_to": past.seen})
         if self.cadence.eval_due(resume) and not past.evaluated:
             self.phases.enter("eval", resume)
@@ -405,7 +410,8 @@ class Attempt:
                 where=f"update {update.step}",
                 value=f"parameters hold nothing of it; its samples are in {path}",
                 allowed=f"newest checkpoint: {self.checkpoints.latest() or 'none'}",
-                cure='look at those samples; guard.bad_numbers and guard.spikes can be "rollback"',
+                cure="look at those samples; the same command meets them again, unless "
+                'guard.bad_numbers is "skip" or it, or guard.spikes, is "rollback"',
             )
         self._rollbacks += 1
         self.phases.enter("restore")

@@ -272,7 +272,8 @@ def test_ends_costs_and_what_happened(tmp_path: Path) -> None:
         ("the disk is full", 2, None, None),
         ("SIGTERM", 75, None, None),
     ]
-    counts = {"skip": 1, "spike": 0, "rollback": 0, "drift": 1, "target": 1}
+    counts = {"skip": 1, "overflow": 0, "spike": 0, "rollback": 0, "damaged": 0}
+    counts |= {"drift": 1, "target": 1}
     assert found.happened == counts
     assert (found.done, found.steps, found.loss, found.val_loss) == (5, 30, 4.5, None)
     assert (found.tokens_per_second, found.mfu) == (300.0, None)

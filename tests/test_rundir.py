@@ -168,7 +168,8 @@ def test_breaking_changes_are_refused_with_the_list(tmp_path):
         "  value: ",
         "    model.num_layers: 2 -> 4",
         "    run.steps: 100 -> 200",
-        "  allowed: changes of mesh, sharding, train, pipeline, checkpoint, log and eval",
+        "  allowed: changes of mesh, sharding, train, offload, pipeline, checkpoint, log, eval, "
+        "guard, watchdog and targets",
         "  to do: take another run.dir, undo the changes, or set run.allow_changes",
     ]
     check_changes(found, allow=True, where="runs/first")

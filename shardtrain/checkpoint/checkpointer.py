@@ -209,7 +209,7 @@ class Checkpointer:
             say: Told of every damaged step, what is wrong with it and where it is now.
 
         Returns:
-            The step; None where no step was ever complete.
+            The step; None where no step was ever complete, not even one that is set aside.
 
         Raises:
             CheckpointError: There were steps, and none of them is good; or one cannot be renamed.
@@ -227,15 +227,24 @@ class Checkpointer:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             lines = [f"step {step} is damaged and not used; it is now {where.name}:"]
             say("\n  ".join([*lines, *found[:_SHOWN], *more]))
-        if damaged:
+        aside = [] if self.steps() else self.set_aside()
+        if damaged or aside:
             raise CheckpointError(
                 "every checkpoint of this run is damaged",
                 where=str(self.directory),
-                value=", ".join(map(str, damaged)),
+                value=", ".join(aside) or ", ".join(map(str, damaged)),
                 cure="repair one and bring it back with `shardtrain checkpoints RUN adopt FOLDER`, "
                 "or take another run.dir to begin anew",
             )
         return None
+
+    def set_aside(self) -> list[str]:
+        """List the folders of steps that were found damaged.
+
+        Returns:
+            Their names, in order.
+        """
+        return sorted(p.name for p in self.directory.glob(f"*{folder.DAMAGED}*"))
 
     def faults(self, step: int) -> list[str]:
         """Look for damage to a step; each process reads a part of the files.

@@ -4,7 +4,7 @@ Owns: the answer and its form for scripts. Does not own: any figure in it.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,9 @@ from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.cures import Large, changes, cures, largest
 from shardtrain.plan.hardware import Cluster
 from shardtrain.plan.memory import MARGIN
-from shardtrain.plan.search import WORTH_SAYING, Candidate, Found, room, slower
+from shardtrain.plan.search import WORTH_SAYING, Candidate, Found, candidate, room, slower
 from shardtrain.plan.workload import Workload
+from shardtrain.sharding.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,17 @@ class Plan:
     def cures(self) -> list[Candidate]:
         """The cheapest changes that make it fit, if it does not."""
         return [] if self.fits else cures(self.workload, self.own.layout, self.cluster)
+
+    @cached_property
+    def offloaded(self) -> Candidate | None:
+        """The config's own layout with its optimizer's state on the host, if that makes it fit."""
+        program = self.workload.program
+        if self.fits or program.layout.tiers.any:
+            return None
+        tiers = Tiers(moments=True, master=program.policy.has_master)
+        moved = replace(program, layout=replace(program.layout, tiers=tiers))
+        found = candidate(replace(self.workload, program=moved), self.own.layout, self.cluster)
+        return found if found.memory.total <= self.room else None
 
     @property
     def exit_code(self) -> int:
@@ -143,6 +155,7 @@ class Plan:
                 {"changes": changes(own.layout, c.layout), **self.candidate_json(c)}
                 for c in self.cures
             ],
+            "offloaded": self.candidate_json(self.offloaded) if self.offloaded else None,
             "notes": list(self.notes),
             **({"compiled": self._compiled(self.program)} if self.program else {}),
         }

@@ -12,6 +12,7 @@ from shardtrain.sharding.placement import (
     owner_of,
     tree_bytes,
 )
+from shardtrain.sharding.tiers import HOST
 
 PyTree = Any
 
@@ -43,7 +44,9 @@ class Report:
     parameters: int
     gradients: int
     optimizer: int
-    """Moments, master weights, counts: everything of the optimizer."""
+    """Moments, master weights, counts: everything of the optimizer, but what is on the host."""
+    host: int
+    """What of the optimizer is in the host's memory, for each device."""
 
     @property
     def state(self) -> int:
@@ -95,9 +98,18 @@ def report(
         )
         for path, leaf in shapes.items()
     )
+    whole = tree_bytes(opt_state, opt_shardings)
+    host = sum(
+        bytes_per_device(leaf.shape, leaf.dtype, sharding)
+        for leaf, sharding in zip(
+            jax.tree.leaves(opt_state), jax.tree.leaves(opt_shardings), strict=True
+        )
+        if sharding.memory_kind == HOST
+    )
     return Report(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
         gradients=sum(row.gradients for row in rows),
-        optimizer=tree_bytes(opt_state, opt_shardings),
+        optimizer=whole - host,
+        host=host,
     )

@@ -26,10 +26,10 @@ Kind = Literal["breaks", "free"]
 # What may change between two parts of one run: a key, or a section with all that is in it.
 _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
-    | {"guard", "watchdog", "targets"}
+    | {"guard", "watchdog", "targets", "offload"}
     # Where and how far ahead the same batches are read; that they are the same has its own check.
     | {"data.path", "data.tokenizer", "data.cache", "data.prefetch"}
-    | {"model.attention", "model.layer_loop"}  # how the same function is computed
+    | {"model.attention", "model.layer_loop", "task.loss_chunks"}  # how the same is computed
 )
 # Keys of free sections that shape the run all the same.
 _BREAKS = frozenset({"run.seed", "run.steps", "train.precision"})
@@ -120,7 +120,8 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
             "the run in this directory was begun with another config",
             where=where,
             value="\n    ".join(["", *map(str, breaking)]),
-            allowed="changes of mesh, sharding, train, pipeline, checkpoint, log and eval",
+            allowed="changes of mesh, sharding, train, offload, pipeline, checkpoint, log, eval, "
+            "guard, watchdog and targets",
             cure="take another run.dir, undo the changes, or set run.allow_changes",
         )
 
