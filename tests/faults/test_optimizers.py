@@ -12,6 +12,7 @@ from optax.contrib import muon
 
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.optim.optimizers import OPTIMIZERS, is_matrix, make_transform
+from shardtrain.optim.sweep import Whole
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.placement import Placement
@@ -66,7 +67,7 @@ def optimizer(config: OptimizerConfig, names: Any, shapes: Any) -> Optimizer:
         shapes=shapes,
     )
     return Optimizer(
-        transform=make_transform(config, names),
+        sweep=Whole(make_transform(config, names)),
         schedule=lambda update: jnp.float32(config.learning_rate),
         clip_norm=0.0,
         policy=policy("float32"),
