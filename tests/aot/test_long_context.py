@@ -12,7 +12,9 @@ pytestmark = needs_compiler("long context")
 Compiled = tuple[Plan, Program]
 
 
-@pytest.fixture(scope="module", params=["ring", "ulysses"])
+@pytest.fixture(
+    scope="module", params=["ring", pytest.param("ulysses", marks=pytest.mark.campaign)]
+)
 def llama(request: pytest.FixtureRequest) -> Compiled:
     config = load_config("llama3_8b_128k", {"model.attention": request.param})
     plan = make_plan(config, "h100:1x8", search=False)
