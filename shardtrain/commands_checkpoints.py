@@ -42,7 +42,7 @@ def list_steps(run: str, what: Sequence[str], *, json: bool) -> int:
             damaged[number] = error.value
     looked_at = [Step(record.step, record.time, record.metric) for record in steps]
     why = _retention(run).kept(looked_at)
-    aside = sorted(p.name for p in directory.glob(f"*{folder.DAMAGED}*"))
+    aside = folder.aside(directory)
     left = [path.name for path in folder.leftovers(directory)]
     rows = [
         {

@@ -227,7 +227,7 @@ class Checkpointer:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             lines = [f"step {step} is damaged and not used; it is now {where.name}:"]
             say("\n  ".join([*lines, *found[:_SHOWN], *more]))
-        aside = [] if self.steps() else self.set_aside()
+        aside = [] if self.steps() else folder.aside(self.directory)
         if damaged or aside:
             raise CheckpointError(
                 "every checkpoint of this run is damaged",
@@ -237,14 +237,6 @@ class Checkpointer:
                 "or take another run.dir to begin anew",
             )
         return None
-
-    def set_aside(self) -> list[str]:
-        """List the folders of steps that were found damaged.
-
-        Returns:
-            Their names, in order.
-        """
-        return sorted(p.name for p in self.directory.glob(f"*{folder.DAMAGED}*"))
 
     def faults(self, step: int) -> list[str]:
         """Look for damage to a step; each process reads a part of the files.

@@ -350,6 +350,18 @@ def faults(
         return found + [line for line in compared if line]
 
 
+def aside(directory: Path) -> list[str]:
+    """List the folders of steps that were found damaged.
+
+    Args:
+        directory: The checkpoint folder.
+
+    Returns:
+        Their names, in order.
+    """
+    return sorted(path.name for path in directory.glob(f"*{DAMAGED}*"))
+
+
 def set_aside(directory: Path, step: int) -> Path:
     """Take a damaged step out of the complete ones, without deleting anything.
 

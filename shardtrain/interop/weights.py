@@ -17,7 +17,7 @@ from shardtrain.errors import CheckpointError, raise_all
 from shardtrain.interop.family import EMBEDDING, HEAD, Family
 from shardtrain.interop.hf_files import DTYPES, WeightFiles
 from shardtrain.interop.tensors import Parameter
-from shardtrain.sharding.placement import leaves_by_path
+from shardtrain.sharding.placement import leaves_by_path, names_by_path
 
 PyTree = Any
 _SHOWN = 8
@@ -34,16 +34,11 @@ def parameters(shapes: PyTree, names: PyTree, *, vocab_size: int) -> dict[str, P
     Returns:
         By path.
     """
-    axes = dict(_named(names))
+    axes = names_by_path(names)
     return {
-        path: Parameter(path, axes[path], tuple(leaf.shape), vocab_size)
+        path: Parameter(path, tuple(map(str, axes[path])), tuple(leaf.shape), vocab_size)
         for path, leaf in leaves_by_path(shapes)
     }
-
-
-def _named(names: PyTree) -> list[tuple[str, tuple[str, ...]]]:
-    flat = jax.tree.leaves_with_path(names, is_leaf=lambda node: isinstance(node, tuple))
-    return [("/".join(str(key.key) for key in path), leaf) for path, leaf in flat]
 
 
 @dataclass(frozen=True)

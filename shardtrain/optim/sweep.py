@@ -25,6 +25,7 @@ from shardtrain.sharding.placement import (
     constrain_tree,
     leaves_by_path,
     mesh_axes,
+    names_by_path,
     path_name,
 )
 from shardtrain.sharding.tiers import DEVICE, MASTER
@@ -116,13 +117,12 @@ class Streamed:
 
     def _leaf(self, advance: Advance, old: "_Leaves", path: str) -> tuple[Flat, Flat]:
         """Updates a leaf that is no layer's."""
-        transform, names = self._part([path], old, rows=None)
+        transform, part = self._part([path], old)
+        state = {name: old.state[name] for name, _ in leaves_by_path(part)}
         new_params, new = advance(
             transform,
             _nested({path: old.grads[path]}),
-            self._tree(
-                transform, [path], old.to_device({n: old.state[n] for n in names}), rows=None
-            ),
+            _filled(part, old.to_device(state)),
             _nested({path: old.params[path]}),
         )
         return dict(leaves_by_path(new_params)), old.to_rest(dict(leaves_by_path(new)))
@@ -133,7 +133,8 @@ class Streamed:
         """Updates the stack, a layer of each stage at a time."""
         stages = self._stages(layers)
         count = old.params[layers[0]].shape[0] // stages
-        transform, names = self._part(layers, old, rows=stages)
+        transform, part = self._part(layers, old, rows=stages)
+        names = [name for name, _ in leaves_by_path(part)]
         rows = [path for path in names if path in stacked]
         # Counts and the like: each layer begins with the old ones.
         shared = {path: old.state[path] for path in names if path not in stacked}
@@ -149,7 +150,7 @@ class Streamed:
             new_params, new = advance(
                 transform,
                 _nested({p: _row(old.grads[p], index, stages) for p in layers}),
-                self._tree(transform, layers, here | shared, rows=stages),
+                _filled(part, here | shared),
                 _nested({p: _row(params[p], index, stages) for p in layers}),
             )
             found = dict(leaves_by_path(new))
@@ -177,40 +178,19 @@ class Streamed:
         return stages
 
     def _part(
-        self, paths: Sequence[str], old: "_Leaves", rows: int | None
-    ) -> tuple[optax.GradientTransformation, list[str]]:
-        """The transformation of some parameters, and the paths of its state."""
-        names = dict(_leaves_of_names(self.placement.names))
+        self, paths: Sequence[str], old: "_Leaves", rows: int | None = None
+    ) -> tuple[optax.GradientTransformation, PyTree]:
+        """The transformation of some parameters, of `rows` layers each, and its state's tree."""
+        names, shapes = names_by_path(self.placement.names), self.placement.shapes
         transform = self.make_transform(_nested({path: names[path] for path in paths}))
-        shapes = self._shapes(transform, paths, rows)
-        return transform, [path for path, _ in leaves_by_path(shapes) if path in old.state]
-
-    def _shapes(
-        self, transform: optax.GradientTransformation, paths: Sequence[str], rows: int | None
-    ) -> PyTree:
-        """The state of some parameters, of `rows` layers each; as if there were masters."""
-        shapes = dict(leaves_by_path(self.placement.shapes))
-        some = _nested({
-            path: jax.ShapeDtypeStruct(
-                shapes[path].shape if rows is None else (rows, *shapes[path].shape[1:]),
-                shapes[path].dtype,
-            )
-            for path in paths
+        some = {path: leaf for path, leaf in leaves_by_path(shapes) if path in paths}
+        masters = _nested({
+            path: leaf if rows is None else leaf.update(shape=(rows, *leaf.shape[1:]))
+            for path, leaf in some.items()
         })  # fmt: skip
-        return {"transform": jax.eval_shape(transform.init, some), MASTER: some}
-
-    def _tree(
-        self,
-        transform: optax.GradientTransformation,
-        paths: Sequence[str],
-        leaves: Flat,
-        rows: int | None,
-    ) -> PyTree:
-        """The state of some parameters, from its leaves."""
-        shapes = self._shapes(transform, paths, rows)
-        if not any(path.startswith(f"{MASTER}/") for path in leaves):
-            del shapes[MASTER]
-        return _filled(shapes, leaves)
+        state = {"transform": jax.eval_shape(transform.init, masters)}
+        has_master = any(path.startswith(f"{MASTER}/") for path in old.state)
+        return transform, {**state, MASTER: masters} if has_master else state
 
 
 @dataclass(frozen=True)
@@ -282,8 +262,3 @@ def _nested(leaves: Flat) -> PyTree:
 def _filled(tree: PyTree, leaves: Flat) -> PyTree:
     """A tree with other leaves, by path."""
     return jax.tree.map_with_path(lambda path, _: leaves[path_name(path)], tree)
-
-
-def _leaves_of_names(names: PyTree) -> list[tuple[str, Any]]:
-    flat = jax.tree.leaves_with_path(names, is_leaf=lambda node: isinstance(node, tuple))
-    return [(path_name(path), leaf) for path, leaf in flat]

@@ -18,9 +18,15 @@ from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
-from shardtrain.sharding.placement import Placement, bytes_per_device, leaves_by_path, tree_bytes
+from shardtrain.sharding.placement import (
+    Placement,
+    bytes_by_memory,
+    bytes_per_device,
+    leaves_by_path,
+    tree_bytes,
+)
 from shardtrain.sharding.rules import compute_table, stored_table
-from shardtrain.sharding.tiers import HOST, MASTER
+from shardtrain.sharding.tiers import MASTER
 from shardtrain.strategies.config import PipelineConfig
 from shardtrain.strategies.parts import LAYERS
 from shardtrain.strategies.schedules.layout import Layout as Spread
@@ -232,7 +238,7 @@ class Workload:
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
-        device, host = _by_memory(opt_state, placement.optimizer_state(opt_state))
+        device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
         return State(
             parameters=tree_bytes(params, placement.params),
             optimizer=sum(device.values()),
@@ -347,17 +353,6 @@ class Entries:
     def split(self) -> int:
         """Its part of them after ZeRO's split."""
         return self.split_layers + self.split_ends
-
-
-def _by_memory(tree: Any, shardings: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of each leaf on one device, and in its host's memory."""
-    device: dict[str, int] = {}
-    host: dict[str, int] = {}
-    places = jax.tree.leaves(shardings)
-    for (path, leaf), place in zip(leaves_by_path(tree), places, strict=True):
-        memory = host if place.memory_kind == HOST else device
-        memory[path] = bytes_per_device(leaf.shape, leaf.dtype, place)
-    return device, host
 
 
 def _entries(placement: Placement) -> Entries:

@@ -184,20 +184,16 @@ class Placement:
         shapes = dict(leaves_by_path(self.shapes))
         shardings = dict(leaves_by_path(self.optimizer))
 
-        def pick(path: str, leaf: Any) -> NamedSharding:
+        places: dict[str, NamedSharding] = {}
+        sizes: dict[str, int] = {}
+        for path, leaf in leaves_by_path(abstract):
             owner = owner_of(path, shapes)
-            if not owner or shapes[owner].shape != leaf.shape:
-                return self.whole
-            sharding: NamedSharding = shardings[owner]
-            return sharding
-
-        leaves = leaves_by_path(abstract)
-        places = {path: pick(path, leaf) for path, leaf in leaves}
-        for path in self.tiers.on_host(
-            (path, math.prod(leaf.shape) * leaf.dtype.itemsize)
-            for path, leaf in leaves
-            if owner_of(path, shapes) and shapes[owner_of(path, shapes)].shape == leaf.shape
-        ):
+            if owner and shapes[owner].shape == leaf.shape:
+                places[path] = shardings[owner]
+                sizes[path] = math.prod(leaf.shape) * leaf.dtype.itemsize
+            else:
+                places[path] = self.whole
+        for path in self.tiers.on_host(sizes.items()):
             places[path] = places[path].with_memory_kind(HOST)
         return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
 
@@ -234,6 +230,12 @@ def leaves_by_path(tree: PyTree) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
+def names_by_path(names: PyTree) -> dict[str, Names]:
+    """The axis names of every parameter by its path, in order."""
+    flat = jax.tree.leaves_with_path(names, is_leaf=lambda node: isinstance(node, tuple))
+    return {path_name(path): leaf for path, leaf in flat}
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """A leaf's path, such as `layers/mlp/up`."""
     return "/".join(
@@ -244,6 +246,17 @@ def path_name(path: tuple[Any, ...]) -> str:
 def bytes_per_device(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> int:
     """Bytes that one device holds of an array."""
     return int(math.prod(sharding.shard_shape(shape)) * np.dtype(dtype).itemsize)
+
+
+def bytes_by_memory(abstract: PyTree, shardings: PyTree) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of each leaf of a tree by its path: on one device, and in its host's memory."""
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    places = jax.tree.leaves(shardings)
+    for (path, leaf), place in zip(leaves_by_path(abstract), places, strict=True):
+        memory = host if place.memory_kind == HOST else device
+        memory[path] = bytes_per_device(leaf.shape, leaf.dtype, place)
+    return device, host
 
 
 def tree_bytes(abstract: PyTree, shardings: PyTree) -> int:

@@ -3,16 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from shardtrain.sharding.placement import (
     Placement,
+    bytes_by_memory,
     bytes_per_device,
     leaves_by_path,
+    names_by_path,
     owner_of,
-    tree_bytes,
 )
-from shardtrain.sharding.tiers import HOST
 
 PyTree = Any
 
@@ -65,25 +63,17 @@ def report(
         opt_state: shapes and dtypes of the optimizer's state.
         gradient_dtype: dtype in which the whole step's gradient exists.
     """
-    opt_shardings = placement.optimizer_state(opt_state)
+    device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
     by_owner: dict[str, int] = {}
-    leaves = zip(leaves_by_path(opt_state), jax.tree.leaves(opt_shardings), strict=True)
     shapes = dict(leaves_by_path(params))
-    for (path, leaf), sharding in leaves:
+    for path, size in device.items():
         owner = owner_of(path, shapes)
-        size = bytes_per_device(leaf.shape, leaf.dtype, sharding)
         by_owner[owner] = by_owner.get(owner, 0) + size
     at_rest = dict(leaves_by_path(placement.params))
     gradients = dict(leaves_by_path(placement.gradients))
     stored = dict(leaves_by_path(placement.optimizer))
     notes = dict(leaves_by_path(placement.resting(stored=placement.zero >= 1)))
-    names = dict(
-        zip(
-            shapes,
-            jax.tree.leaves(placement.names, is_leaf=lambda x: isinstance(x, tuple)),
-            strict=True,
-        )
-    )
+    names = names_by_path(placement.names)
     rows = tuple(
         Row(
             path=path,
@@ -98,18 +88,10 @@ def report(
         )
         for path, leaf in shapes.items()
     )
-    whole = tree_bytes(opt_state, opt_shardings)
-    host = sum(
-        bytes_per_device(leaf.shape, leaf.dtype, sharding)
-        for leaf, sharding in zip(
-            jax.tree.leaves(opt_state), jax.tree.leaves(opt_shardings), strict=True
-        )
-        if sharding.memory_kind == HOST
-    )
     return Report(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
         gradients=sum(row.gradients for row in rows),
-        optimizer=whole - host,
-        host=host,
+        optimizer=sum(device.values()),
+        host=sum(host.values()),
     )
