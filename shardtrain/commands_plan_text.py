@@ -98,7 +98,8 @@ def _show_found(plan: Plan, found: Found, console: Console) -> None:
             f"{c.memory.total / 2**30:.1f}",
             c.cost.bottleneck,
         )
-    console.print(table)
+    if found.best:
+        console.print(table)
     rejected = Table("not among them", "why", box=None)
     for family in found.rejected:
         rejected.add_row(family.family, family.reason)
