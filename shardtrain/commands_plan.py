@@ -337,9 +337,9 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     for other in others:
         show_candidate(plan, other, console)
     show_points(plan, points, console)
-    for path in (options.out, options.picture, options.keep if plan.program else ""):
-        if path:
-            console.print(f"written: {path}", markup=False, soft_wrap=True)
+    written = (options.out, options.picture, options.keep if plan.program else "")
+    for path in filter(None, written):
+        console.print(f"written: {path}", markup=False, soft_wrap=True)
     return plan.exit_code
 
 
