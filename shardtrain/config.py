@@ -28,6 +28,7 @@ from shardtrain.strategies.config import (
     OffloadConfig,
     PipelineConfig,
     TrainConfig,
+    host_names,
 )
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.train.chaos_words import parse_chaos
@@ -302,6 +303,14 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 cure='train.remat="budget" and, say, train.memory_budget="70GiB"; or neither',
             )
         )
+    if host_names(train.remat) and config.offload.parameters != "device":
+        faults.append(
+            ConfigError(
+                'offload.parameters="host" makes the same layers by a backward of its own; keep '
+                "what is kept on the device, or the parameters",
+                where=f'train.remat="{train.remat}"',
+            )
+        )
     if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
         faults.append(
             ConfigError(
@@ -329,6 +338,14 @@ def _stage_faults(config: RunConfig, stages: int, vocab: int | None) -> list[Con
     """Why there is no such pipeline."""
     if stages == 1:
         return []
+    if host_names(config.train.remat):
+        return [
+            ConfigError(
+                f"mesh.pipeline={stages}: stages keep in their own slots, on the device; leave out "
+                '":host", or use more stages, or train.remat="full"',
+                where=f'train.remat="{config.train.remat}"',
+            )
+        ]
     try:
         make_stages(
             config.pipeline,

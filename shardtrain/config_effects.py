@@ -124,7 +124,9 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
     offload = config.offload
     if config.train.precision not in ("bfloat16", "float16"):
         yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
-    if "host" not in (offload.optimizer, offload.master):
+    if offload.parameters != "device" and sizes["pipeline"] == 1:
+        yield "model.layer_loop", "layers that come from the host come in a loop"
+    if "host" not in (offload.optimizer, offload.master, offload.parameters):
         yield "offload.fraction", "nothing is offloaded"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"

@@ -6,7 +6,7 @@ Owns: the assembly of a `Run`. Does not own: training it (`shardtrain.training`)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report
 from shardtrain.sharding.tiers import require_host_memory
-from shardtrain.strategies.stack import make_stack, make_streamed_stack
+from shardtrain.strategies.offload import FetchedStack, fetched
+from shardtrain.strategies.stack import Stack, make_stack, make_streamed_stack
 from shardtrain.train.build import Program
 from shardtrain.train.generate import Generator
 from shardtrain.train.screen import make_console
@@ -134,7 +135,8 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         )
         devices = jax.devices()
     resolve_mesh(config, len(devices))
-    if "host" in (config.offload.optimizer, config.offload.master):
+    offload = config.offload
+    if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
     data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
     if config.model.vocab_size:
@@ -156,10 +158,11 @@ def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) ->
     trained = config.data.sequence_length
     windows = {"learned": model.max_length or trained, "alibi": None}
     # Also on CPU a scan: for one token it is faster, and soon compiled.
-    mesh, stack = program.layout.mesh, make_stack()
+    mesh, placement = program.layout.mesh, program.placement
+    stack: Stack = FetchedStack(placement) if placement.any_away else make_stack()
     if mesh.shape["pipeline"] > 1:
         assert isinstance(mesh, Mesh)
-        stack = make_streamed_stack(program.order, mesh)
+        stack = make_streamed_stack(program.order, mesh, partial(fetched, placement))
     return Generator(
         config=model,
         graph=program.graph,

@@ -28,7 +28,7 @@ from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.precision import Policy, policy
-from shardtrain.strategies.stack import choose_loop, make_stack
+from shardtrain.strategies.stack import choose_loop
 from shardtrain.strategies.zigzag import in_order, make_zigzag
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create, Layout, Program
@@ -86,6 +86,7 @@ def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
     return Tiers(
         moments=offload.optimizer == "host",
         master=offload.master == "host" and dtypes.has_master,
+        parameters=offload.parameters == "host",
         fraction=offload.fraction,
     )
 
@@ -111,7 +112,7 @@ def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -
         loop = choose_loop(model.layer_loop, model.num_layers, platform)
         if loop == "scan" and train.overlap:
             loop = "peel"
-        return Accumulation(make_stack(policy=train.remat, loop=loop), train.microbatches)
+        return Accumulation(train.remat, loop, train.microbatches)
     schedule, layout = make_stages(
         config.pipeline,
         model,

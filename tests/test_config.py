@@ -27,7 +27,6 @@ from shardtrain.data.config import DataConfig
 from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.layout import divisors, layout_faults, listed, multiples
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
-from shardtrain.strategies.config import SAVEABLE
 from shardtrain.train.rundir import changes
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -230,10 +229,24 @@ def test_remat_takes_names() -> None:
     assert st.load_config(SMALL, {"train.remat": "attention, mlp"}).train.remat == "attention,mlp"
 
 
-def test_remat_names_are_those_of_the_wrapper() -> None:
-    from shardtrain.strategies.remat import NAMED
+def test_remat_takes_places() -> None:
+    words = "mlp:host, attention, input:host"
+    assert st.load_config(SMALL, {"train.remat": words}).train.remat == words.replace(" ", "")
 
-    assert SAVEABLE == NAMED
+
+@pytest.mark.parametrize("words", ["input", "mlp:disk", "mlp,mlp:host", "full:host", "mlp:"])
+def test_other_places_are_refused(words: str) -> None:
+    assert "names among qkv" in refusal(SMALL, {"train.remat": words})
+
+
+def test_what_a_pipeline_keeps_stays_on_the_device() -> None:
+    message = refusal(SMALL, {"train.remat": "mlp:host", "mesh.pipeline": 2})
+    assert "stages keep in their own slots, on the device" in message
+
+
+def test_kept_activations_and_fetched_parameters_are_refused() -> None:
+    message = refusal(SMALL, {"train.remat": "input:host", "offload.parameters": "host"})
+    assert "a backward of its own" in message
 
 
 def test_a_key_outside_its_section_is_named(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from shardtrain.ops.position import (
 )
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import constrain, constrain_in_steps
+from shardtrain.strategies.config import INPUT
 from shardtrain.strategies.stack import Stack
 
 INIT_STDDEV = 0.02
@@ -216,6 +217,7 @@ class Block(nnx.Module):
             index: the layer's place in the model.
             context: positions, segments and dropout keys.
         """
+        x = checkpoint_name(x, INPUT)
         h = normed(self.attention_norm(x))
         h = residual(self.attention(h, context), "attention_out")
         x = x + dropout(h, self.dropout, context.keys, index, 0, context.places)

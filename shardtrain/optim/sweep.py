@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import (
     Placement,
-    constrain_tree,
     leaves_by_path,
     mesh_axes,
     names_by_path,
@@ -61,7 +60,8 @@ class Sweep(Protocol):
             params: all parameters.
 
         Returns:
-            The new parameters, resting like the optimizer's state, and the new state.
+            The new parameters, and the new state. Parameters that rest away from the device are
+            there; the others rest like the optimizer's state.
         """
         ...
 
@@ -101,11 +101,18 @@ class Streamed:
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
         shardings = self.placement.optimizer_state(jax.eval_shape(lambda: state))
+        rest = self.placement.optimizer
+        at_hand = jax.tree.map(
+            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
+            params,
+            rest,
+            self.placement.away,
+        )
         old = _Leaves(
             grads=dict(leaves_by_path(grads)),
-            params=dict(leaves_by_path(constrain_tree(params, self.placement.optimizer))),
+            params=dict(leaves_by_path(at_hand)),
             state=dict(leaves_by_path(state)),
-            places=dict(leaves_by_path(shardings)),
+            places=dict(leaves_by_path(shardings)) | dict(leaves_by_path(self.placement.params)),
         )
         stacked = self.stacked()
         ends, layers = ([p for p in old.params if (p in stacked) is want] for want in (False, True))
@@ -125,7 +132,8 @@ class Streamed:
             _filled(part, old.to_device(state)),
             _nested({path: old.params[path]}),
         )
-        return dict(leaves_by_path(new_params)), old.to_rest(dict(leaves_by_path(new)))
+        made = {path: old.to_rest(path, x) for path, x in leaves_by_path(new)}
+        return dict(leaves_by_path(new_params)), made
 
     def _layers(
         self, advance: Advance, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
@@ -139,30 +147,36 @@ class Streamed:
         # Counts and the like: each layer begins with the old ones.
         shared = {path: old.state[path] for path in names if path not in stacked}
         stacks = {path: old.state[path] for path in rows}
+        params = {path: old.params[path] for path in layers}
 
-        def load(stacks: Flat, index: Any) -> Flat:
-            return old.to_device({p: _row(x, index, stages) for p, x in stacks.items()})
+        def load(stacks: Flat, params: Flat, index: Any) -> tuple[Flat, Flat]:
+            return (
+                old.to_device({p: _row(x, index, stages) for p, x in stacks.items()}),
+                # Those that the device has are read in their own turn.
+                old.to_device({p: _row(params[p], index, stages) for p in old.away}),
+            )
 
         def turn(carry: Any, index: Any) -> tuple[Any, None]:
-            here, stacks, params, _ = carry
+            (here, fetched), stacks, params, _ = carry
             # The last turn loads its own layer once more: a branch would hold both at once.
-            following = load(stacks, jnp.minimum(index + 1, count - 1))
+            following = load(stacks, params, jnp.minimum(index + 1, count - 1))
+            at_hand = {p: _row(params[p], index, stages) for p in layers if p not in fetched}
             new_params, new = advance(
                 transform,
                 _nested({p: _row(old.grads[p], index, stages) for p in layers}),
                 _filled(part, here | shared),
-                _nested({p: _row(params[p], index, stages) for p in layers}),
+                _nested(at_hand | fetched),
             )
-            found = dict(leaves_by_path(new))
+            found, made = dict(leaves_by_path(new)), dict(leaves_by_path(new_params))
             # Read before it is written: otherwise a whole stack would be copied on the host.
-            following, stacks = jax.lax.optimization_barrier((following, stacks))
-            out = old.to_rest({p: found[p] for p in rows})
-            stacks = {p: _put(x, out[p], index, stages) for p, x in stacks.items()}
-            made = dict(leaves_by_path(new_params))
-            params = {p: _put(x, made[p], index, stages) for p, x in params.items()}
+            following, stacks, params = jax.lax.optimization_barrier((following, stacks, params))
+            stacks, params = (
+                {p: _put(x, old.to_rest(p, rows[p]), index, stages) for p, x in leaves.items()}
+                for leaves, rows in ((stacks, found), (params, made))
+            )
             return (following, stacks, params, {p: found[p] for p in shared}), None
 
-        carry = (load(stacks, 0), stacks, {path: old.params[path] for path in layers}, shared)
+        carry = (load(stacks, params, 0), stacks, params, shared)
         with jax.named_scope(UPDATE):
             (_, stacks, params, counts), _ = jax.lax.scan(turn, carry, jnp.arange(count))
         return params, stacks | counts
@@ -201,12 +215,17 @@ class _Leaves:
     params: Flat
     state: Flat
     places: Mapping[str, NamedSharding]
-    """Of the state."""
+    """Of the state and of the parameters."""
 
     @property
     def on_host(self) -> frozenset[str]:
-        """Leaves of the state that rest on the host."""
+        """Leaves that rest on the host."""
         return frozenset(p for p, s in self.places.items() if s.memory_kind not in (None, DEVICE))
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Parameters among them."""
+        return self.on_host & frozenset(self.params)
 
     def to_device(self, leaves: Flat) -> Flat:
         """Leaves, or layers of them, brought to the device if they are not there."""
@@ -217,12 +236,9 @@ class _Leaves:
             for path, x in leaves.items()
         }
 
-    def to_rest(self, leaves: Flat) -> Flat:
-        """Leaves, or layers of them, brought to where they rest."""
-        return {
-            path: jax.device_put(x, self.places[path]) if path in self.on_host else x
-            for path, x in leaves.items()
-        }
+    def to_rest(self, path: str, leaf: Any) -> Any:
+        """A leaf, or a layer of it, brought to the host if it rests there."""
+        return jax.device_put(leaf, self.places[path]) if path in self.on_host else leaf
 
 
 def stacked_paths(stacked_params: PyTree, stacked_state: PyTree) -> frozenset[str]:

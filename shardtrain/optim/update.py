@@ -16,7 +16,6 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Sweep
 from shardtrain.sharding.placement import (
     Placement,
-    constrain_tree,
     leaves_by_path,
     path_name,
 )
@@ -103,7 +102,12 @@ class Optimizer:
             return at_rest(cast(new, self.policy.compute)), state
 
         params, state = self.sweep(advance, grads, state, params)
-        params = constrain_tree(params, self.placement.params)
+        params = jax.tree.map(
+            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
+            params,
+            self.placement.params,
+            self.placement.away,
+        )
         numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
         return params, state, numbers
 

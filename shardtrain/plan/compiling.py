@@ -250,8 +250,8 @@ def read_program(
     """
     found = program.memory_analysis()
     memory = {ours: int(getattr(found, theirs)) for ours, theirs in _MEMORY.items()}
-    # XLA counts the host's buffers among those that are there when most is.
-    memory["peak"] -= memory["host_arguments"] + memory["host_temporaries"]
+    # XLA counts the host's arguments among those that are there when most is.
+    memory["peak"] -= memory["host_arguments"]
     return Compiled(
         text=program.as_text(),
         memory=memory,

@@ -65,6 +65,8 @@ class Seconds:
     data: float
     """Gradients and parameters between data shards."""
     update: float
+    host: float
+    """Copies from the host and to it that no work hides."""
 
     @property
     def total(self) -> float:
@@ -197,7 +199,7 @@ class _Model:
         layout, samples = self.layout, self.workload.samples(self.layout)
         layer = self.pieces.layer
         forward = _Part.of(self.rates, layer.forward, samples, products, self._reduced(2))
-        again = reductions_again(layout.remat)
+        again = reductions_again(layout.recomputes)
         backward = _Part.of(self.rates, layer.backward, samples, products, self._reduced(2 + again))
         head = _Part.of(self.rates, self.pieces.head, samples, products, self._reduced(1))
         embed = _Part.of(self.rates, self.pieces.embed, samples, products, self._reduced(1))
@@ -209,6 +211,7 @@ class _Model:
             waiting = sends = 0.0
         hidden = parts.products * (2 / 3) if hides else 0.0
         context = self._sent(of_context(self.workload, layout), self._attention(parts, hides))
+        update, work = self._update(), parts.total + waiting
         return Seconds(
             products=parts.products,
             other=parts.other,
@@ -217,7 +220,8 @@ class _Model:
             bubble=waiting,
             sends=sends,
             data=self._data(hidden),
-            update=self._update(),
+            update=update,
+            host=max(self._host() - work - update, 0.0) if hides else self._host(),
         )
 
     def _reduced(self, times: int) -> float:
@@ -295,9 +299,13 @@ class _Model:
         state, policy = self.workload.state(self.layout), self.workload.program.policy
         entries = state.entries.split if self.layout.zero >= 1 else state.entries.used
         itemsize: int = jnp.dtype(policy.accumulate).itemsize
-        moved = 2 * state.optimizer + state.parameters + 2 * entries * itemsize
-        # From the host and back, both ways at once, beside the work in the device's memory.
-        return max((moved + 4 * state.host) / self.rates.memory, state.host / self.rates.host)
+        moved = 2 * state.optimizer + state.parameters + state.away + 2 * entries * itemsize
+        return (moved + 4 * state.host) / self.rates.memory
+
+    def _host(self) -> float:
+        """Copies from the host and back, both ways at once."""
+        travels = self.workload.to_host(self.layout)
+        return max(travels.loaded, travels.stored) / self.rates.host
 
 
 @dataclass(frozen=True)

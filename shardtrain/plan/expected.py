@@ -23,6 +23,7 @@ from shardtrain.plan.recompute import Passes, Products, expected_products, kept_
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_platform
 from shardtrain.sharding.placement import mesh_axes, path_name, split_size
 from shardtrain.sharding.tiers import HOST
+from shardtrain.strategies.config import all_on_device
 from shardtrain.strategies.order import is_stacked
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.train.build import Program
@@ -76,6 +77,12 @@ class Expected:
     """Dims and bytes of each tensor of the state, by the program's name of it."""
     on_host: frozenset[str]
     """Those that rest in the memory of the host."""
+    loaded: float
+    """Bytes that come from the host in a step."""
+    stored: float
+    """Bytes that go there."""
+    loaded_again: float
+    """Bytes that may come once more than they are used: a layer of the state."""
     parameter_width: int
     """Bytes of an entry of a parameter where it is used."""
     gradient_width: int
@@ -190,6 +197,30 @@ def expect(
         for in_kernels in (False, True)
     ]
     width = np.dtype(policy.compute).itemsize
+    kept, kept_anywhere = (
+        _kept_bytes(model, where, rows / microbatches, length, split, width)
+        for where in (remat, all_on_device(remat))
+    )
+    state = _state(program)
+    on_host = frozenset(
+        STATE + jax.tree_util.keystr(path)
+        for path, sharding in jax.tree.leaves_with_path(program.shardings)
+        if sharding.memory_kind == HOST
+    )
+    away, moments = (
+        sum(state[name][1] for name in on_host if name.startswith(f"{STATE}.params") is want)
+        for want in (True, False)
+    )
+    # Masters are read in their parameters' place.
+    again = (name for name in on_host if "['layers']" in name)
+    if policy.has_master:
+        again = (name for name in again if not name.startswith(f"{STATE}.params"))
+    loaded_again = sum(state[name][1] / state[name][0][0] for name in again)
+    # Forward and backward, each microbatch; without masters the update reads them too.
+    tokens = rows / microbatches * device_length
+    own = max((leaf.layers for leaf in _leaves(program)), default=1)
+    reads = 2 * passes.layer_tokens / (tokens * own) + (not policy.has_master)
+    kept_there = ((kept_anywhere or 0) - (kept or 0)) * microbatches
     is_summed = layout.runner.sums_gradients and placement.zero <= 1
     gradient = policy.gradient_dtype(summed=is_summed)
     vocab = model.vocab_size or vocab_size
@@ -200,18 +231,17 @@ def expect(
         microbatches=microbatches,
         remat=remat,
         leaves=tuple(_leaves(program)),
-        state=_state(program),
-        on_host=frozenset(
-            STATE + jax.tree_util.keystr(path)
-            for path, sharding in jax.tree.leaves_with_path(program.shardings)
-            if sharding.memory_kind == HOST
-        ),
+        state=state,
+        on_host=on_host,
+        loaded=moments + away * reads + kept_there,
+        stored=moments + away + kept_there,
+        loaded_again=loaded_again,
         parameter_width=width,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
         products_in_kernels=products[1],
         model_flops=per_token * batch_size * length / math.prod(mesh.shape.values()),
-        kept_bytes=_kept_bytes(model, remat, rows / microbatches, length, split, width),
+        kept_bytes=kept,
         domain=domain,
         memory=memory,
     )

@@ -69,6 +69,7 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     words = 5 if workload.separate_documents else 3
     # What comes from the host for its update, when activations are gone.
     streamed = max(_streamed(workload, layout, state) - held.activations - held.logits, 0.0)
+    kept = workload.kept(layout).host * workload.samples(layout) * workload.model.num_layers
     return Memory(
         parameters=state.parameters,
         master=state.master,
@@ -78,12 +79,12 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         logits=held.logits,
         buffers=max(held.buffers, streamed),
         batch=4.0 * words * tokens,
-        host=state.host,
+        host=state.host + state.away + kept,
     )
 
 
 _IN_FLIGHT = 3
-"""Layers of the state that are on the device at once: one coming, one in work, one going."""
+"""Layers from the host that are on the device at once: one coming, one in work, one going."""
 
 
 def _streamed(workload: Workload, layout: Layout, state: State) -> float:
@@ -96,7 +97,10 @@ def _streamed(workload: Workload, layout: Layout, state: State) -> float:
     )
     each = state.host / max(layers + ends, 1)
     stages = layout.pipeline
-    return each * max(_IN_FLIGHT * layers * stages / rows, 2.0 * ends)
+    # Without masters the parameters come too.
+    params = 0 if workload.program.policy.has_master else state.away
+    a_layer = (each * layers + params) * stages / rows
+    return max(_IN_FLIGHT * a_layer, 2.0 * each * ends)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     pieces, samples = workload.pieces(layout), workload.samples(layout)
     narrow, wide = _itemsizes(workload)
     entries, layers = state.entries, workload.model.num_layers
-    activations = layers * samples * pieces.layer.kept
+    kept = workload.kept(layout)
+    activations = layers * samples * kept.device + _IN_FLIGHT * samples * kept.host
     made = narrow * (entries.split if layout.zero >= 1 else entries.used)
     sums = 0.0
     if layout.microbatches > 1:
@@ -122,6 +127,8 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     # One layer's gradients before they are reduced; with ZeRO 3 its gathered weights.
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
     work += layer_weights if layout.zero >= 3 else 0.0
+    # The layer in work and the one that comes; the gradient above is that of one more.
+    work += 2 * state.away / layers
     head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
     head += narrow * entries.ends if layout.zero >= 3 else 0.0
     # Gradients of the layers are made after the head is done with its scores.

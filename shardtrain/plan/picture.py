@@ -116,6 +116,7 @@ def _step(axes: "Axes", plan: Plan) -> None:
         ("waiting for stages", lambda s: s.bubble + s.sends, "C3"),
         ("data collectives that nothing hides", lambda s: s.data, "C5"),
         ("update", lambda s: s.update, "C6"),
+        ("copies from and to the host", lambda s: s.host, "C7"),
     )
     for name, length, colour in bars:
         width = (length(low) + length(high)) / 2

@@ -18,9 +18,10 @@ import numpy as np
 
 from shardtrain.data.language import blank_batch
 from shardtrain.plan.work import Work, trace, work_of
+from shardtrain.sharding.placement import LAYERS
 from shardtrain.sharding.rules import one_of_many
 from shardtrain.strategies.layer_vjp import LayerVjp
-from shardtrain.strategies.parts import LAYERS, Cut
+from shardtrain.strategies.parts import Cut
 from shardtrain.strategies.remat import remat
 from shardtrain.train.build import Program
 

@@ -13,7 +13,7 @@ from shardtrain.plan.evidence import Evidence, Fault, Outcome, broken, kept, unc
 from shardtrain.plan.expected import STATE
 from shardtrain.plan.hlo import Instruction
 from shardtrain.plan.host_copies import HOST
-from shardtrain.plan.promises_offload import host_state_travels
+from shardtrain.plan.promises_offload import host_copies_are_planned
 from shardtrain.plan.promises_traffic import (
     gradients_reduced_once,
     gradients_scattered,
@@ -154,7 +154,7 @@ def nothing_rematerialized(evidence: Evidence) -> Outcome:
 PROMISES: Final[Mapping[str, Check]] = {
     "state rests as placed": state_rests_as_placed,
     "state is donated": state_is_donated,
-    "state on the host travels once": host_state_travels,
+    "copies to the host are as planned": host_copies_are_planned,
     "gradients are reduced once": gradients_reduced_once,
     "gradients are reduce-scattered": gradients_scattered,
     "parameters are gathered once": parameters_gathered_once,
@@ -179,7 +179,8 @@ def _kept_bytes(evidence: Evidence) -> tuple[int, list[Fault]]:
     layers = {leaf.layers for leaf in expected.leaves if leaf.layers}
     most, places = 0, list[Fault]()
     for loop, keeping in evidence.kept_in_loops():
-        arrays = [i for i in keeping if layers.intersection(i.arrays[0].dims[:1])]
+        here = (i for i in keeping if HOST not in i.shape)
+        arrays = [i for i in here if layers.intersection(i.arrays[0].dims[:1])]
         size = sum(map(_nbytes, arrays))
         if size > most:
             most = size

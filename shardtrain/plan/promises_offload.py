@@ -1,4 +1,4 @@
-"""What offload promises: what rests on the host is there, and travels once each way in a step.
+"""What offload promises: what rests on the host is there, and travels no oftener than it must.
 
 Owns: that one check. Does not own: how copies are found (`host_copies`).
 """
@@ -12,11 +12,11 @@ ASYNC = 0.9
 """Of bytes that travel: those of single tensors between the layers may be waited for."""
 
 
-def host_state_travels(evidence: Evidence) -> Outcome:
-    """State on the host is an argument there, and is copied in and out once, at the same time."""
+def host_copies_are_planned(evidence: Evidence) -> Outcome:
+    """What rests on the host is an argument there, and is copied as planned, beside other work."""
     expected, module = evidence.expected, evidence.module
-    if not expected.on_host:
-        return unchecked("nothing rests on the host")
+    if not expected.stored:
+        return unchecked("nothing is on the host")
     wanted = sum(expected.state[name][1] for name in expected.on_host)
     arguments = evidence.origins.arguments
     faults = [
@@ -36,16 +36,14 @@ def host_state_travels(evidence: Evidence) -> Outcome:
         f"{wanted:,} bytes of state are on the host; {moved['in']:,} come in and {moved['out']:,} "
         f"go out in a step, {1 - alone / max(sum(moved.values()), 1):.0%} beside other work"
     )
-    # The loop over layers loads its last one twice.
-    again = sum(
-        expected.state[name][1] / expected.state[name][0][0]
-        for name in expected.on_host
-        if "['layers']" in name
-    )
+    bounds = {
+        "in": (expected.loaded, expected.loaded + expected.loaded_again),
+        "out": (expected.stored, expected.stored),
+    }
     faults += [
-        Fault("", f"all that goes {way}", "bytes", wanted, size)
-        for way, size, most in (("in", moved["in"], wanted + again), ("out", moved["out"], wanted))
-        if not wanted <= size <= SLACK * most
+        Fault("", f"all that goes {way}", "bytes", least, moved[way])
+        for way, (least, most) in bounds.items()
+        if not least / SLACK <= moved[way] <= SLACK * most
     ]
     if alone > (1 - ASYNC) * sum(moved.values()):
         faults += [

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardtrain.models.config import GATED, TransformerConfig
+from shardtrain.strategies.config import INPUT, all_on_device, device_names, host_names
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _again(remat: str, each: Mapping[str, float], attention: float) -> tuple[flo
         return 0.0, 0.0
     if remat == "dots":
         return attention, 2 * attention
-    kept = [] if remat == "full" else remat.split(",")
+    kept = device_names(all_on_device(remat))
     products = sum(each[name] for name in ("qkv", "attention_out", "mlp") if name not in kept)
     fewest = 0.0 if "attention" in kept else attention
     return products + fewest, products + 2 * attention
@@ -125,8 +126,8 @@ def kept_entries(model: TransformerConfig, remat: str) -> tuple[float, float, fl
         remat: the policy.
 
     Returns:
-        Entries of the residual stream, of what is split like heads, and of what is split like the
-        MLP; None where there is no bound.
+        Entries on the device: of the residual stream, of what is split like heads, and of what is
+        split like the MLP; None where there is no bound.
     """
     if remat == "none":
         return None
@@ -136,10 +137,10 @@ def kept_entries(model: TransformerConfig, remat: str) -> tuple[float, float, fl
         "attention": model.num_heads * size,
     }
     mlp = (2 if model.activation in GATED else 1) * model.mlp_size
-    named = {"full": [], "dots": ["qkv", "attention_out", "mlp", "mlp_out"]}.get(
-        remat, remat.split(",")
-    )
-    stream = embed * (1 + ("attention_out" in named) + ("mlp_out" in named))
+    dots = ("qkv", "attention_out", "mlp", "mlp_out")
+    named = dots if remat == "dots" else device_names(remat)
+    has_input = INPUT not in host_names(remat)
+    stream = embed * (has_input + ("attention_out" in named) + ("mlp_out" in named))
     return (
         float(stream),
         float(sum(size for name, size in heads.items() if name in named)),

@@ -322,6 +322,7 @@ _WORDS = {
     "sends": "sends between stages",
     "data": "collectives between data shards",
     "update": "reads and writes of the optimizer",
+    "host": "copies between the host and the device",
 }
 
 

@@ -70,7 +70,7 @@ def of_tensor(workload: Workload, layout: Layout) -> tuple[Sent, ...]:
         return ()
     payload = workload.pieces(layout).whole_activation * workload.samples(layout)
     layers = workload.model.num_layers / layout.pipeline
-    counts: dict[Kind, int] = {"all-reduce": 4 + reductions_again(layout.remat)}
+    counts: dict[Kind, int] = {"all-reduce": 4 + reductions_again(layout.recomputes)}
     if layout.sequence_parallel:
         # Each half of a layer gathers before it and scatters after it; backward the other way.
         gathers = 4 + (0 if layout.remat == "none" else 2)  # what is not kept is gathered again

@@ -12,23 +12,27 @@ from functools import cache, cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
 from shardtrain.sharding.placement import (
+    LAYERS,
     Placement,
     bytes_by_memory,
     bytes_per_device,
     leaves_by_path,
-    tree_bytes,
 )
 from shardtrain.sharding.rules import compute_table, stored_table
 from shardtrain.sharding.tiers import MASTER
-from shardtrain.strategies.config import PipelineConfig
-from shardtrain.strategies.parts import LAYERS
+from shardtrain.strategies.config import (
+    INPUT,
+    PipelineConfig,
+    all_on_device,
+    device_names,
+    host_names,
+)
 from shardtrain.strategies.schedules.layout import Layout as Spread
 from shardtrain.strategies.schedules.layout import balance
 from shardtrain.strategies.schedules.simulate import even, lockstep_time, make_costs
@@ -72,6 +76,11 @@ class Layout:
     def table_key(self) -> tuple[str | int, ...]:
         """What the table of a pipeline depends on, besides the number of microbatches."""
         return (self.pipeline, self.schedule, self.virtual_stages, self.layers, self.table)
+
+    @property
+    def recomputes(self) -> str:
+        """The policy by what it computes again, wherever it keeps what it keeps."""
+        return all_on_device(self.remat)
 
     @property
     def shards(self) -> int:
@@ -158,13 +167,39 @@ class Workload:
             platform=self.platform,
             split=layout.pipeline > 1 and (layout.schedule == "zero_bubble" or bool(layout.table)),
         )
-        key = (shapes, layout.remat)
+        key = (shapes, layout.recomputes)
         parts, pieces = self.traced.parts, self.traced.pieces
         if key not in pieces:
             if tensor not in parts:
                 parts[tensor] = self.part(tensor)
-            pieces[key] = trace_pieces(parts[tensor], shapes, layout.remat)
+            pieces[key] = trace_pieces(parts[tensor], shapes, layout.recomputes)
         return pieces[key]
+
+    def kept(self, layout: Layout) -> "Kept":
+        """What a layer's forward keeps of a sample, by where it does."""
+        pieces, names = self.pieces(layout), host_names(layout.remat)
+        if not names:
+            return Kept(pieces.layer.kept, 0)
+        rest = dataclasses.replace(layout, remat=",".join(device_names(layout.remat)) or "full")
+        device = self.pieces(rest).layer.kept - (INPUT in names) * pieces.activation
+        host = pieces.layer.kept - device
+        return Kept(device, host)
+
+    def to_host(self, layout: Layout) -> "Travels":
+        """What travels between a device and its host in a step.
+
+        A layer of the state is loaded once more than it is used; XLA may fetch it early.
+        """
+        state, layers = self.state(layout), self.model.num_layers
+        masters = self.program.policy.has_master
+        kept = self.kept(layout).host * self.samples(layout) * layers * layout.microbatches
+        again = (state.host + state.away * (not masters)) / layers
+        read = 2 * layout.microbatches + (not masters)
+        return Travels(
+            loaded=state.host + state.away * read + kept + again,
+            stored=state.host + state.away + kept,
+            again=again,
+        )
 
     def stages(self, layout: Layout, microbatches: int) -> tuple[Schedule, Spread]:
         """The table for so many microbatches, and the layers of each virtual stage.
@@ -239,25 +274,28 @@ class Workload:
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
         device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
+        on_device, away = bytes_by_memory(params, placement.params)
         return State(
-            parameters=tree_bytes(params, placement.params),
+            parameters=sum(on_device.values()),
             optimizer=sum(device.values()),
             master=sum(size for path, size in device.items() if path.startswith(f"{MASTER}/")),
             host=sum(host.values()),
+            away=sum(away.values()),
             entries=entries,
         )
 
     def _by_the_entry(self, layout: Layout, entries: "Entries") -> "State":
         """The state as if each entry of a parameter cost the same."""
-        one, policy = self._one, self.program.policy
+        one = self._one
         resting = entries.split if layout.zero >= 1 else entries.used
         share = resting / one.entries.used
+        used = (entries.split if layout.zero >= 3 else entries.used) / one.entries.used
         return State(
-            parameters=(entries.split if layout.zero >= 3 else entries.used)
-            * jnp.dtype(policy.compute).itemsize,
+            parameters=round(used * one.parameters),
             optimizer=round(share * one.optimizer),
             master=round(share * one.master),
             host=round(share * one.host),
+            away=round(used * one.away),
             entries=entries,
         )
 
@@ -322,16 +360,37 @@ class Traced:
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """Bytes that a layer's forward keeps of a sample for the backward."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Travels:
+    """Bytes between one device and its host in a step."""
+
+    loaded: float
+    stored: float
+    again: float
+    """What of `loaded` is loaded and not used."""
+
+
+@dataclass(frozen=True)
 class State:
-    """Bytes that rest on one device between two steps."""
+    """Bytes that rest on one device between two steps, or on its host."""
 
     parameters: int
+    """Those on the device."""
     optimizer: int
     """Masters, moments, counts; those on the device."""
     master: int
     """The part of it that is the wider copy of the parameters."""
     host: int
-    """What rests in the memory of the device's host."""
+    """What of the optimizer's rests in the memory of the device's host."""
+    away: int
+    """Parameters that rest there."""
     entries: "Entries"
 
 

@@ -20,6 +20,9 @@ from shardtrain.sharding.tiers import HOST, Tiers
 PyTree = Any
 Names = tuple[str | None, ...]
 
+LAYERS = "layers"
+"""Where the tree of parameters holds the stacked layers."""
+
 
 @dataclass(frozen=True)
 class Resting:
@@ -147,7 +150,24 @@ class Placement:
     @property
     def params(self) -> PyTree:
         """A sharding for every parameter."""
-        return self._shardings(self.zero >= 3)
+        return jax.tree.map(
+            lambda place, away: place.with_memory_kind(HOST) if away else place,
+            self._shardings(self.zero >= 3),
+            self.away,
+        )
+
+    @property
+    def away(self) -> PyTree:
+        """Whether each parameter rests away from the device."""
+        leaves = leaves_by_path(self.shapes)
+        sizes = [(path, math.prod(x.shape)) for path, x in leaves if path.split("/")[0] == LAYERS]
+        chosen = self.tiers.layers_on_host(sizes)
+        return jax.tree.map_with_path(lambda path, _: path_name(path) in chosen, self.shapes)
+
+    @property
+    def any_away(self) -> bool:
+        """Whether any parameter rests away from the device."""
+        return any(jax.tree.leaves(self.away))
 
     @property
     def computed(self) -> PyTree:
@@ -193,7 +213,7 @@ class Placement:
                 sizes[path] = math.prod(leaf.shape) * leaf.dtype.itemsize
             else:
                 places[path] = self.whole
-        for path in self.tiers.on_host(sizes.items()):
+        for path in self.tiers.state_on_host(sizes.items()):
             places[path] = places[path].with_memory_kind(HOST)
         return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
 

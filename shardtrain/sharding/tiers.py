@@ -1,4 +1,4 @@
-"""Which memory the optimizer's state rests in: the device's or its host's.
+"""Which memory the state of a run rests in: the device's or its host's.
 
 Owns: the choice of leaves and the names of memories. Does not own: how a leaf is split (that is the
 same in every memory, `placement`), and how leaves travel (`optim.sweep`).
@@ -22,32 +22,49 @@ MASTER: Final = "master"
 
 @dataclass(frozen=True)
 class Tiers:
-    """What of the optimizer's state rests in the memory of the host."""
+    """What of the state rests in the memory of the host."""
 
     moments: bool = False
     master: bool = False
+    parameters: bool = False
+    """Those of the layers; the ends are needed all the time."""
     fraction: float = 1.0
     """Part of those bytes that is on the host at least; the largest leaves go first."""
 
     @property
     def any(self) -> bool:
         """Whether anything is on the host."""
-        return self.moments or self.master
+        return self.moments or self.master or self.parameters
 
-    def on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
-        """The leaves that rest on the host.
+    def state_on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """The leaves of the optimizer's state that rest on the host.
 
         Args:
-            leaves: (path, bytes) of those of the optimizer's state that have a parameter's shape.
+            leaves: (path, bytes) of those that have a parameter's shape.
 
         Returns:
             Their paths.
         """
-        wanted = [
+        return self._largest(
             (path, size)
             for path, size in leaves
             if (self.master if path.split("/")[0] == MASTER else self.moments)
-        ]
+        )
+
+    def layers_on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """The parameters that rest on the host.
+
+        Args:
+            leaves: (path, bytes) of those of the layers.
+
+        Returns:
+            Their paths.
+        """
+        return self._largest(leaves if self.parameters else ())
+
+    def _largest(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """So many of the largest leaves as make `fraction` of all."""
+        wanted = list(leaves)
         goal, moved = self.fraction * sum(size for _, size in wanted), 0
         chosen = []
         for path, size in sorted(wanted, key=lambda leaf: -leaf[1]):
@@ -73,5 +90,5 @@ def require_host_memory(devices: Sequence[jax.Device]) -> None:
                     where="offload",
                     value=", ".join(kinds) or "no memory at all",
                     allowed=f"devices with {HOST}: NVIDIA GPUs, TPUs, CPUs",
-                    cure='set offload.optimizer and offload.master to "device"',
+                    cure='set offload.optimizer, offload.master and offload.parameters to "device"',
                 )

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
-from shardtrain.sharding.placement import Placement, constrain_tree
+from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
+from shardtrain.strategies.offload import FetchedStack, joined, split
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Gradients, Parts, Sums
-from shardtrain.strategies.stack import Stack
+from shardtrain.strategies.stack import Stack, make_stack
 
 PyTree = Any
 LossFn = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
@@ -29,8 +30,10 @@ LossFn = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
 class Accumulation:
     """Runs a batch's microbatches one after another, each through all layers (a `Runner`)."""
 
-    stack: Stack
-    """How the layers are run."""
+    remat: str = "none"
+    """What a layer's backward computes again."""
+    loop: str = "scan"
+    """How layers run one after another, where they are on the device; see `make_stack`."""
     microbatches: int = 1
     """Parts of a step's batch."""
     order: LayerOrder = LayerOrder()  # noqa: RUF009  # frozen
@@ -44,25 +47,38 @@ class Accumulation:
     def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
         """The gradient function of a whole step; see `Runner`."""
 
-        def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
-            seeds, key = shared
-            sums = parts.sums(params, batch, key, self.stack)
+        def loss(trained: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
+            (seeds, key), away = shared
+            params, stack = joined(trained, away), self._stack(placement, trained)
+            sums = parts.sums(params, batch, key, stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
-        return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+        whole = make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+
+        def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
+            trained, away = split(placement, params)
+            return whole(trained, batch, (shared, away))
+
+        return gradients
 
     def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
         """Sums over all microbatches; see `Runner`."""
-        del placement
+        stack = self._stack(placement)
 
         def sums(params: PyTree, batch: PyTree) -> Sums:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
-                return None, parts.sums(params, batch, None, self.stack)
+                return None, parts.sums(params, batch, None, stack)
 
             return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
 
         return sums
+
+    def _stack(self, placement: Placement, trained: PyTree = None) -> Stack:
+        """How the layers are run, whether they are on the device or not."""
+        if not placement.any_away:
+            return make_stack(policy=self.remat, loop=self.loop)
+        return FetchedStack(placement, self.remat, trained and trained[LAYERS])
 
 
 def make_gradients(

@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SAVEABLE = ("qkv", "attention", "attention_out", "mlp", "mlp_out")
 """The tensors of a block that `remat` can keep by name."""
+INPUT: Final = "input"
+"""A block's input: kept under every policy, so it has a name only to be kept on the host."""
+ON_HOST: Final = ":host"
+"""After a name: it is kept on the host."""
 
 
 _SECTION = ConfigDict(
@@ -24,7 +28,32 @@ _SECTION = ConfigDict(
 BUDGET: Final = "budget"
 """The `remat` that is chosen by the bytes of compiled steps."""
 
+WHOLE: Final = ("none", "full", "dots", BUDGET)
+"""Policies that are no lists of names."""
+
 _UNITS: Final = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+def host_names(remat: str) -> tuple[str, ...]:
+    """The tensors that a policy keeps on the host."""
+    names = (name.strip() for name in remat.split(","))
+    return tuple(name.removesuffix(ON_HOST) for name in names if name.endswith(ON_HOST))
+
+
+def device_names(remat: str) -> tuple[str, ...]:
+    """The tensors that a policy keeps by name on the device."""
+    if remat in WHOLE:
+        return ()
+    names = (name.strip() for name in remat.split(","))
+    return tuple(name for name in names if not name.endswith(ON_HOST))
+
+
+def all_on_device(remat: str) -> str:
+    """The policy that keeps the same, all of it on the device."""
+    if remat in WHOLE:
+        return remat
+    names = (*device_names(remat), *host_names(remat))
+    return ",".join(name for name in SAVEABLE if name in names) or "full"
 
 
 def parse_bytes(text: str) -> float:
@@ -52,8 +81,9 @@ class TrainConfig(BaseModel):
     """Parts that the global batch is worked off in, one after another. 1 = all at once."""
     remat: str = "none"
     """What the backward pass computes again: "none", "full" (the whole layer), "dots" (all but
-    matrix products), or the tensors to keep, by name: "attention,mlp". "budget" is the cheapest of
-    these that fits `train.memory_budget`."""
+    matrix products), or the tensors to keep, by name: "attention,mlp". "mlp:host" keeps one in the
+    host's memory, "input:host" the layer's input. "budget" is the cheapest of those on the device
+    that fits `train.memory_budget`."""
     memory_budget: str = ""
     """Bytes that the compiled step may take on one device, such as "70GiB", for `train.remat` =
     "budget"."""
@@ -79,13 +109,17 @@ class TrainConfig(BaseModel):
     @field_validator("remat")
     @classmethod
     def _remat_names(cls, value: str) -> str:
-        if value in ("none", "full", "dots", BUDGET):
+        if value in WHOLE:
             return value
-        names = [name.strip() for name in value.split(",")]
-        if not set(names) <= set(SAVEABLE):
+        on_device, on_host = device_names(value), host_names(value)
+        known = set(on_device) <= set(SAVEABLE) and set(on_host) <= {*SAVEABLE, INPUT}
+        if not known or len({*on_device, *on_host}) < len(on_device) + len(on_host):
             kept = ", ".join(SAVEABLE)
-            raise ValueError(f'must be "none", "full", "dots", "budget", or names among {kept}')
-        return ",".join(names)
+            raise ValueError(
+                f'must be "none", "full", "dots", "budget", or names among {kept}, each once; with '
+                f'"{ON_HOST}" after it one is kept on the host, and so may be "{INPUT}"'
+            )
+        return ",".join(name.strip() for name in value.split(","))
 
     @field_validator("memory_budget")
     @classmethod
@@ -105,6 +139,9 @@ class OffloadConfig(BaseModel):
     for their update only."""
     master: Literal["device", "host"] = "device"
     """Where the float32 masters rest that bfloat16 and float16 have."""
+    parameters: Literal["device", "host"] = "device"
+    """Where the parameters of the layers rest. From the host a layer comes for its forward and
+    again for its backward; gradients stay on the device."""
     fraction: float = Field(1.0, gt=0.0, le=1.0)
     """Part of those bytes that rests on the host at least; the largest tensors go first."""
 

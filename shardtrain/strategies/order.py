@@ -149,9 +149,14 @@ def row_of_stages(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Arra
         row: its number in the whole leaf.
         stage: this stage's number, of `stage_numbers`.
     """
-    mine = jax.lax.dynamic_index_in_dim(_as_bits(part), row % len(part), keepdims=False)
-    sent = jax.lax.psum(jnp.where(row // len(part) == stage, mine, 0), PIPELINE)
-    return _from_bits(sent, part.dtype)
+    mine = jax.lax.dynamic_index_in_dim(part, row % len(part), keepdims=False)
+    return sent_by(mine, row // len(part) == stage)
+
+
+def sent_by(value: jax.Array, is_mine: jax.Array) -> jax.Array:
+    """The value of the one stage where `is_mine`, on all of them, bit for bit."""
+    sent = jax.lax.psum(jnp.where(is_mine, _as_bits(value), 0), PIPELINE)
+    return _from_bits(sent, value.dtype)
 
 
 def _as_bits(leaf: jax.Array) -> jax.Array:

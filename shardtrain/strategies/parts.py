@@ -19,9 +19,6 @@ Sums = dict[str, jax.Array]
 Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
 """(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
 
-LAYERS = "layers"
-"""Where the tree of parameters holds the stacked layers."""
-
 
 @dataclass(frozen=True, eq=False)
 class Cut:

@@ -1,4 +1,4 @@
-"""Remat: what a block's backward finds saved, and what it computes again."""
+"""Remat: what a block's backward finds saved, where, and what it computes again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from shardtrain.errors import ConfigError
+from shardtrain.sharding.tiers import DEVICE, HOST
+from shardtrain.strategies.config import INPUT, SAVEABLE, device_names, host_names
 
 Block = Callable[..., Any]
-NAMED = ("qkv", "attention", "attention_out", "mlp", "mlp_out")
-"""The tensors of a block that can be saved by name (`jax.ad_checkpoint.checkpoint_name`)."""
 
 PRODUCT = "product"
 """The name of every product with a weight: policies do not look into its custom derivative."""
@@ -21,7 +21,8 @@ def remat(policy: str) -> Callable[[Block], Block]:
     Args:
         policy: "none" saves all that the backward reads; "full" saves the block's input only;
             "dots" saves the results of matrix products with weights; otherwise the names of the
-            tensors to save, comma-separated, of `NAMED`.
+            tensors to save, comma-separated, of `SAVEABLE` (`jax.ad_checkpoint.checkpoint_name`),
+            with ":host" after those that are saved on the host.
 
     Raises:
         ConfigError: an unknown policy or name.
@@ -34,13 +35,22 @@ def remat(policy: str) -> Callable[[Block], Block]:
     if policy == "dots":
         keep = policies.save_only_these_names(PRODUCT)
         return lambda block: jax.checkpoint(block, policy=keep)
-    names = [name.strip() for name in policy.split(",")]
-    for name in names:
-        if name not in NAMED:
+    on_device, on_host = device_names(policy), host_names(policy)
+    for name in (*on_device, *on_host):
+        if name not in SAVEABLE and (name != INPUT or name in on_device):
             raise ConfigError(
                 "unknown policy or tensor",
                 where="train.remat",
                 value=name,
-                allowed=f"none, full, dots, or a comma-separated list of {', '.join(NAMED)}",
+                allowed=f"none, full, dots, or a comma-separated list of {', '.join(SAVEABLE)}",
             )
-    return lambda block: jax.checkpoint(block, policy=policies.save_only_these_names(*names))
+    if not on_host:
+        keep = policies.save_only_these_names(*on_device)
+    else:
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(on_device),
+            names_which_can_be_offloaded=list(on_host),
+            offload_src=DEVICE,
+            offload_dst=HOST,
+        )
+    return lambda block: jax.checkpoint(block, policy=keep)

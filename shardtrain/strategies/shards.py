@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
-from shardtrain.sharding.placement import Placement, mesh_axes
+from shardtrain.sharding.placement import LAYERS, Placement, mesh_axes
 from shardtrain.sharding.rules import current
 from shardtrain.strategies.layer_vjp import Arrays
-from shardtrain.strategies.parts import LAYERS
+from shardtrain.strategies.offload import fetched
 
 PyTree = Any
 
@@ -88,10 +88,13 @@ class Shard:
         """One layer's parameters, gathered for use."""
 
         def use(leaf: jax.Array, dims: Dims) -> jax.Array:
-            own = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
-            return _gather(own, dims.of_entry.params, dims.of_entry.others)
+            return _gather(leaf, dims.of_entry.params, dims.of_entry.others)
 
-        return jax.tree.map(use, self.params[LAYERS], self._dims[LAYERS])
+        rows = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False),
+            self.params[LAYERS],
+        )
+        return jax.tree.map(use, fetched(self.placement, rows), self._dims[LAYERS])
 
     def gathered(self) -> PyTree:
         """All parameters, the ends gathered for use."""

@@ -1,5 +1,6 @@
 """The stack: how equal layers are run one after another. The pipeline is another way to run it."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.sharding.mesh import PIPELINE
-from shardtrain.strategies.order import LayerOrder, row_of_stages, stage_numbers
+from shardtrain.strategies.order import LayerOrder, sent_by, stage_numbers
 from shardtrain.strategies.remat import Block, remat
 
 PyTree = Any
@@ -65,7 +66,9 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
     return run
 
 
-def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
+def make_streamed_stack(
+    order: LayerOrder, mesh: Mesh, fetched: Callable[[PyTree], PyTree]
+) -> Stack:
     """The stack of a pipeline for whoever has no use for one, such as a text that is generated.
 
     One layer at a time comes to all stages from the one that holds it, so no device ever holds more
@@ -74,11 +77,17 @@ def make_streamed_stack(order: LayerOrder, mesh: Mesh) -> Stack:
     Args:
         order: where each layer rests.
         mesh: the devices.
+        fetched: brings a layer's parameters to the device of the stage that has it.
     """
     places, stages = jnp.asarray(order.places, jnp.int32), stage_numbers(mesh)
 
     def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
-        return jax.tree.map(lambda leaf: row_of_stages(leaf, place, stage[0]), stacked)
+        count = len(jax.tree.leaves(stacked)[0])
+        rows = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place % count, keepdims=False), stacked
+        )
+        is_mine = place // count == stage[0]
+        return jax.tree.map(lambda row: sent_by(row, is_mine), fetched(rows))
 
     fetch = jax.shard_map(
         own,

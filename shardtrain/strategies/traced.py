@@ -101,6 +101,26 @@ def inline(closed: ClosedJaxpr, *also: str) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: _run(closed, args, (*INLINED, *also)))(*shapes)
 
 
+def opened(function: Any, *inputs: Any) -> tuple[Any, list[Any]]:
+    """A function of more arguments, from one that reads arrays around it.
+
+    Args:
+        function: of arrays, to arrays; it may have traced ones in its closure.
+        inputs: their shapes.
+
+    Returns:
+        The function of `inputs` and those arrays, and the arrays.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs)
+
+    def run(*args: Any) -> Any:
+        *given, around = args
+        out = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, around))(*jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run, closed.consts
+
+
 def shape_of(var: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable of a jaxpr."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.placement import LAYERS, Placement
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
-from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
+from shardtrain.strategies.parts import Cut, Gradients, Parts
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss

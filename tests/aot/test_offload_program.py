@@ -12,12 +12,13 @@ from shardtrain.plan.expected import expect
 from shardtrain.plan.targets import parse_target
 from shardtrain.run_program import lower_step, make_program
 from shardtrain.sharding.mesh import abstract_mesh
+from shardtrain.strategies.config import all_on_device
 from tests.aot.marks import needs_compiler
 
 pytestmark = needs_compiler("offload")
 
 TARGET, VOCAB = "h100:1x8", 32768
-TRAVELS = "state on the host travels once"
+TRAVELS = "copies to the host are as planned"
 ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 8, zero 3": {"sharding.zero": 3, "mesh.data": 8},
@@ -55,6 +56,44 @@ def test_the_device_holds_less_by_what_is_on_the_host(layout: str) -> None:
     assert program.compiled.memory["host_arguments"] == round(plan.own.memory.host)
     assert promises[TRAVELS].state == "kept"
     assert peaks["device"] - peaks["host"] > 0.9 * plan.own.memory.host
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ["input:host", pytest.param("attention,mlp:host", marks=pytest.mark.campaign)],
+)
+def test_activations_on_the_host_leave_the_device(kept: str) -> None:
+    """The device holds less by what is kept on the host; the copies go beside other work."""
+    sizes = {}
+    for remat in (kept, all_on_device(kept)):
+        made = config(**LAYOUTS["data 8, zero 3"], **{"train.remat": remat, "data.batch_size": 64})
+        plan = make_plan(made, TARGET, search=False)
+        program = compiled_program(plan, made)
+        sizes[remat] = program.compiled.memory
+        assert plan.own.memory.total == pytest.approx(program.compiled.memory["peak"], rel=0.1)
+        assert not program.audit.broken, [p.outcome.words for p in program.audit.broken]
+        if remat == kept:
+            (outcome,) = (p.outcome for p in program.audit.promises if p.name == TRAVELS)
+            assert outcome.state == "kept"
+            assert program.compiled.memory["host_temporaries"] == plan.own.memory.host
+    fewer = sizes[all_on_device(kept)]["temporaries"] - sizes[kept]["temporaries"]
+    moved = sizes[kept]["host_temporaries"]
+    assert moved > 2**30
+    # Of what is kept beside the layer's input, copies on their way are held too.
+    assert fewer > (0.99 if kept == "input:host" else 0.7) * moved
+
+
+def test_a_7b_model_is_trained_on_a_workstation() -> None:
+    """All of its layers rest on the host: the card of 24 GB holds gradients and what is in work."""
+    made = load_config("finetune_7b_workstation")
+    plan = make_plan(made, "rtx4090:1x1", search=False)
+    program = compiled_program(plan, made)
+    held = program.compiled.memory
+    assert held["peak"] < 24e9 * 0.92
+    assert plan.own.memory.total == pytest.approx(held["peak"], rel=0.1)
+    assert held["host_arguments"] == round(plan.own.memory.host) > 90e9
+    assert plan.fits
+    assert not program.audit.broken, [p.outcome.words for p in program.audit.broken]
 
 
 def test_an_offload_that_moves_nothing_is_found() -> None:

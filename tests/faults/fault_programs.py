@@ -20,7 +20,6 @@ from shardtrain.sharding.rules import compute_table
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.precision import cast, policy
-from shardtrain.strategies.stack import make_stack
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Layout, Program
@@ -196,7 +195,7 @@ def stub(
             mesh=make_mesh(**sizes, devices=devices),
             compute=compute_table(),
             zero=zero,
-            runner=runner or Accumulation(make_stack(), microbatches),
+            runner=runner or Accumulation(microbatches=microbatches),
         ),
         policy=policy(precision),
         make_transform=lambda names: make_transform(section, names),

@@ -15,6 +15,7 @@ from shardtrain.errors import ConfigError
 from shardtrain.run import Run, build
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.tiers import HOST, Tiers, require_host_memory
+from shardtrain.strategies.config import all_on_device
 
 ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,38 @@ MORE: dict[str, dict[str, Any]] = {
     "masters only": {"train.precision": "bfloat16", "offload.optimizer": "device"},
 }
 """In the marked run."""
+
+
+ALL_ON_HOST = ON_HOST | {"offload.parameters": "host", "model.layer_loop": "scan"}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "zero 3, 4 microbatches, clipped": {
+        "sharding.zero": 3,
+        "train.microbatches": 4,
+        "train.precision": "bfloat16",
+        "optimizer.clip_norm": 0.1,
+    },
+    "parameters only, zero 1, 4 microbatches": {
+        "offload.optimizer": "device",
+        "sharding.zero": 1,
+        "train.microbatches": 4,
+    },
+    "pipeline 2, tensor 2, zero 3": {
+        "mesh.pipeline": 2,
+        "mesh.tensor": 2,
+        "sharding.zero": 3,
+        "train.microbatches": 2,
+        "train.precision": "bfloat16",
+    },
+}
+MORE_PARAMETERS: dict[str, dict[str, Any]] = {
+    "zero 0, remat full": {"train.remat": "full", "train.precision": "bfloat16"},
+    "zero 2": {"sharding.zero": 2, "train.remat": "mlp", "model.dropout": 0.1},
+    "zero 1, context 2": {"sharding.zero": 1, "mesh.context": 2},
+    "pipeline 2, 6 layers, interleaved": MORE["pipeline 2, 6 layers, interleaved"],
+    "half of it": {"offload.fraction": 0.5},
+}
+KEPT = ("input:host", "attention,mlp:host,input:host")
+"""What is kept for the backward, and where."""
 
 
 def make_run(folder: Path, name: str = "adamw", **overrides: Any) -> Run:
@@ -113,6 +146,69 @@ def test_o22_parameters_are_equal_bit_for_bit(tmp_path: Path, layout: str) -> No
     assert all(leaf.sharding.memory_kind != HOST for leaf in jax.tree.leaves(state.params))
 
 
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Parameters and the optimizer's state of two runs are equal bit for bit."""
+    for (path, one), (_, other) in zip(
+        leaves_by_path((ours.params, ours.opt_state)),
+        leaves_by_path((theirs.params, theirs.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*PARAMETERS, *(pytest.param(more, marks=pytest.mark.campaign) for more in MORE_PARAMETERS)],
+)
+def test_parameters_on_the_host_change_nothing(tmp_path: Path, layout: str) -> None:
+    """Each layer comes for its forward and again for its backward; 10 steps are the same."""
+    keys = (PARAMETERS | MORE_PARAMETERS)[layout]
+    here = {key: "device" for key in ALL_ON_HOST if key.startswith("offload.")}
+    plain = run_steps(make_run(tmp_path, **ALL_ON_HOST | keys | here), 10)
+    run = make_run(tmp_path, **ALL_ON_HOST | keys)
+    state = run_steps(run, 10)
+    assert_equal(state, plain)
+    places = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params["layers"])}
+    assert places == ({HOST, "device"} if layout == "half of it" else {HOST})
+    assert all(x.sharding.memory_kind != HOST for x in jax.tree.leaves(state.params["embedding"]))
+
+
+def test_parameters_on_the_host_evaluate_and_generate(tmp_path: Path) -> None:
+    keys = PARAMETERS["pipeline 2, tensor 2, zero 3"] | {"model.layer_loop": "scan"}
+    texts = []
+    for more in ({}, {"offload.parameters": "host"}):
+        run = make_run(tmp_path, **keys | more)
+        state = run.init()
+        texts.append((run.evaluate(state), run.generate(state, "all work", tokens=8)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [
+        ({"sharding.zero": 3}, KEPT[1]),
+        pytest.param({"sharding.zero": 3}, KEPT[0], marks=pytest.mark.campaign),
+        *(
+            pytest.param(layout, kept, marks=pytest.mark.campaign)
+            for kept in KEPT
+            for layout in (
+                {"train.microbatches": 4, "train.precision": "bfloat16"},
+                {"mesh.tensor": 2, "sharding.sequence_parallel": True},
+            )
+        ),
+    ],
+)
+def test_activations_on_the_host_change_nothing(
+    tmp_path: Path, layout: dict[str, Any], kept: str
+) -> None:
+    """The backward reads what the forward has kept, wherever that was meanwhile."""
+    ours, theirs = (
+        run_steps(make_run(tmp_path, **layout | {"model.layer_loop": "scan", "train.remat": p}), 3)
+        for p in (kept, all_on_device(kept))
+    )
+    assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["sgd", "lion", "adafactor", "muon"])
 def test_other_optimizers_see_each_layer_alone(tmp_path: Path, name: str) -> None:
     """Those that work on whole matrices add up in another order; they agree to rounding."""
@@ -147,10 +243,13 @@ def test_a_checkpoint_goes_between_host_and_device(tmp_path: Path) -> None:
 
 def test_the_largest_go_first() -> None:
     leaves = [("transform/mu/a", 10), ("transform/mu/b", 60), ("master/b", 60), ("master/c", 30)]
-    assert Tiers(moments=True).on_host(leaves) == {"transform/mu/a", "transform/mu/b"}
-    assert Tiers(moments=True, fraction=0.5).on_host(leaves) == {"transform/mu/b"}
-    assert Tiers(master=True).on_host(leaves) == {"master/b", "master/c"}
-    assert Tiers().on_host(leaves) == frozenset()
+    assert Tiers(moments=True).state_on_host(leaves) == {"transform/mu/a", "transform/mu/b"}
+    assert Tiers(moments=True, fraction=0.5).state_on_host(leaves) == {"transform/mu/b"}
+    assert Tiers(master=True).state_on_host(leaves) == {"master/b", "master/c"}
+    assert Tiers(parameters=True).state_on_host(leaves) == frozenset()
+    layers = [("layers/a", 10), ("layers/b", 60), ("layers/c", 30)]
+    assert Tiers(parameters=True, fraction=0.8).layers_on_host(layers) == {"layers/b", "layers/c"}
+    assert Tiers(moments=True).layers_on_host(layers) == frozenset()
 
 
 def test_devices_without_host_memory_are_refused() -> None:

@@ -1,0 +1,125 @@
+"""Layers whose parameters rest away from the device: each comes there for its own use only.
+
+Owns: how a layer is fetched, and how a loop over such layers is differentiated: a forward fetches a
+layer, its backward fetches it again, and its gradient stays on the device. Does not own: which
+parameters rest where (`Placement`), and how they are written after an update (`optim.sweep`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardtrain.sharding.placement import LAYERS, Placement
+from shardtrain.strategies import traced
+from shardtrain.strategies.layer_vjp import LayerVjp
+from shardtrain.strategies.remat import Block, remat
+
+PyTree = Any
+Layer = Callable[[PyTree, jax.Array, PyTree], Any]
+"""(weights, index, x) -> y."""
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedStack:
+    """Runs layers of which some parameters are not on the device (a `Stack`); always as a scan."""
+
+    placement: Placement
+    policy: str = "none"
+    """See `remat`."""
+    stand_ins: PyTree = None
+    """What is differentiated in place of the parameters: leaves of zeros that nobody reads. None =
+    nothing is differentiated."""
+
+    def __call__(self, layers: nnx.Module, block: Block, x: PyTree) -> Any:
+        """Runs them; see `Stack`."""
+        graph, state = nnx.split(layers)
+        resting = nnx.to_pure_dict(state)
+        indices = jnp.arange(len(jax.tree.leaves(resting)[0]), dtype=jnp.uint32)
+
+        def layer(weights: PyTree, index: jax.Array, x: PyTree) -> Any:
+            return block(nnx.merge(graph, weights), index, x)
+
+        def plain(_: PyTree, resting: PyTree, index: jax.Array, x: PyTree) -> Any:
+            return layer(self._fetch(resting), index, x)
+
+        run: Any = plain if self.stand_ins is None else self._differentiable(layer, x)
+        rows = (self.stand_ins, resting, indices)
+        return jax.lax.scan(lambda x, row: (run(*row, x), None), x, rows)[0]
+
+    def _fetch(self, resting: PyTree) -> PyTree:
+        return fetched(self.placement, resting)
+
+    def _differentiable(self, layer: Layer, x: jax.Array) -> Any:
+        """(stand-ins, what rests, index, x) -> x, of one layer."""
+        index = jax.ShapeDtypeStruct((), jnp.uint32)
+        weights = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.stand_ins
+        )
+        inputs = (weights, index, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        whole, around = traced.opened(remat(self.policy)(layer), *inputs)
+        cut = LayerVjp(whole, *inputs, around)
+
+        @jax.custom_vjp
+        def run(_: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree) -> Any:
+            return cut.forward(self._fetch(resting), index, x, around)[0]
+
+        def forward(
+            _: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree
+        ) -> Any:
+            y, kept = cut.forward(self._fetch(resting), index, x, around)
+            return y, (resting, index, kept, around)
+
+        def backward(saved: Any, g: jax.Array) -> Any:
+            resting, index, kept, around = saved
+            found, gx, _ = cut.backward(self._fetch(resting), index, kept, g, around)
+            return jax.tree.unflatten(jax.tree.structure(weights), found), None, None, gx, None
+
+        run.defvjp(forward, backward)
+        return lambda *row_and_x: run(*row_and_x, around)
+
+
+def fetched(placement: Placement, resting: PyTree) -> PyTree:
+    """One layer's parameters on the device.
+
+    Args:
+        placement: where they rest.
+        resting: the layer's part of each stacked leaf, where that rests.
+    """
+    away = placement.away[LAYERS]
+    return jax.tree.map(
+        lambda leaf, is_away: jax.device_put(leaf, jax.memory.Space.Device) if is_away else leaf,
+        resting,
+        away,
+    )
+
+
+def split(placement: Placement, params: PyTree) -> tuple[PyTree, PyTree]:
+    """What is differentiated, and what rests away from the device.
+
+    Returns:
+        The parameters, with leaves of zeros that nobody reads for what is away; and what is away,
+        with None for all else.
+    """
+
+    def stand_in(leaf: jax.Array, shape: Any, is_away: bool) -> jax.Array:
+        return jnp.zeros(shape.shape, leaf.dtype) if is_away else leaf
+
+    away = placement.away
+    return (
+        jax.tree.map(stand_in, params, placement.shapes, away),
+        jax.tree.map(lambda leaf, is_away: leaf if is_away else None, params, away),
+    )
+
+
+def joined(trained: PyTree, away: PyTree) -> PyTree:
+    """The parameters of both parts that `split` makes."""
+    return jax.tree.map(
+        lambda rest, leaf: leaf if rest is None else rest,
+        away,
+        trained,
+        is_leaf=lambda node: node is None,
+    )
