@@ -311,6 +311,18 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 where=f'train.remat="{train.remat}"',
             )
         )
+    offload = config.offload
+    has_masters = precision in ("bfloat16", "float16")
+    there = offload.optimizer == "host" and (offload.master == "host" or not has_masters)
+    if offload.update == "host" and not (there and offload.fraction == 1):
+        faults.append(
+            ConfigError(
+                "the host can update only what rests there",
+                where='offload.update="host"',
+                cure='offload.optimizer="host", in mixed precision offload.master="host" too, and '
+                "offload.fraction=1",
+            )
+        )
     if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
         faults.append(
             ConfigError(

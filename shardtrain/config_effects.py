@@ -128,6 +128,7 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         yield "model.layer_loop", "layers that come from the host come in a loop"
     if "host" not in (offload.optimizer, offload.master, offload.parameters):
         yield "offload.fraction", "nothing is offloaded"
+        yield "offload.update", "nothing is offloaded"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
 

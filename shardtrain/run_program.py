@@ -88,6 +88,7 @@ def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
         master=offload.master == "host" and dtypes.has_master,
         parameters=offload.parameters == "host",
         fraction=offload.fraction,
+        updates=offload.update == "host",
     )
 
 

@@ -36,25 +36,40 @@ PyTree = Any
 Flat = dict[str, Any]
 MakeTransform = Callable[[PyTree], optax.GradientTransformation]
 """Names of some parameters' axes -> their transformation."""
-Advance = Callable[[optax.GradientTransformation, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-"""(transformation, gradients, state, parameters) -> (parameters, state), of any part of the leaves;
-all on the device and resting like the optimizer's state."""
+Numbers = tuple[Any, Any, Any]
+"""What gradients are multiplied by, the learning rate, and whether anything moves: of one update,
+the same for all leaves."""
+Advance = Callable[
+    [optax.GradientTransformation, Numbers, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]
+]
+"""(transformation, numbers, gradients, state, parameters) -> (parameters, state), of any part of
+the leaves; all in one memory and resting like the optimizer's state."""
+
+
+_One = Callable[..., tuple[PyTree, PyTree]]
+"""The same with the numbers given."""
 
 
 class Sweep(Protocol):
     """How an update goes through the leaves."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device computes, so that leaves can be told where to be."""
+        ...
 
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
         ...
 
     def __call__(
-        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+        self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf.
 
         Args:
             advance: updates some leaves.
+            numbers: for all of them.
             grads: of all parameters.
             state: the optimizer's, with `transform` and perhaps `master`.
             params: all parameters.
@@ -71,16 +86,17 @@ class Whole:
     """All leaves at once."""
 
     transform: optax.GradientTransformation
+    on_device: bool = True
 
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
         return self.transform.init(master)
 
     def __call__(
-        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+        self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
-        return advance(self.transform, grads, state, params)
+        return advance(self.transform, numbers, grads, state, params)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +107,14 @@ class Streamed:
     placement: Placement
     stacked: Callable[[], frozenset[str]]
     """Paths of the state and of the parameters that hold one entry a layer."""
+    on_device: bool = True
 
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
         return self.make_transform(self.placement.names).init(master)
 
     def __call__(
-        self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
+        self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
         shardings = self.placement.optimizer_state(jax.eval_shape(lambda: state))
@@ -116,13 +133,17 @@ class Streamed:
         )
         stacked = self.stacked()
         ends, layers = ([p for p in old.params if (p in stacked) is want] for want in (False, True))
-        done = [self._leaf(advance, old, path) for path in ends]
-        done += [self._layers(advance, old, layers, stacked)] if layers else []
+
+        def one(transform: optax.GradientTransformation, *trees: PyTree) -> tuple[PyTree, PyTree]:
+            return advance(transform, numbers, *trees)
+
+        done = [self._leaf(one, old, path) for path in ends]
+        done += [self._layers(one, old, layers, stacked)] if layers else []
         new_params = {p: x for some, _ in done for p, x in some.items()}
         new_state = {p: x for _, some in done for p, x in some.items()}
         return _filled(params, new_params), _filled(state, new_state)
 
-    def _leaf(self, advance: Advance, old: "_Leaves", path: str) -> tuple[Flat, Flat]:
+    def _leaf(self, advance: _One, old: "_Leaves", path: str) -> tuple[Flat, Flat]:
         """Updates a leaf that is no layer's."""
         transform, part = self._part([path], old)
         state = {name: old.state[name] for name, _ in leaves_by_path(part)}
@@ -136,7 +157,7 @@ class Streamed:
         return dict(leaves_by_path(new_params)), made
 
     def _layers(
-        self, advance: Advance, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
+        self, advance: _One, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
     ) -> tuple[Flat, Flat]:
         """Updates the stack, a layer of each stage at a time."""
         stages = self._stages(layers)

@@ -13,7 +13,7 @@ import optax
 
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import Sweep
+from shardtrain.optim.sweep import Numbers, Sweep
 from shardtrain.sharding.placement import (
     Placement,
     leaves_by_path,
@@ -67,10 +67,6 @@ class Optimizer:
         norm = norm / scale
         moved = jnp.isfinite(norm) & allowed
 
-        def hold(new: jax.Array, old: jax.Array) -> jax.Array:
-            # Chosen and not multiplied: zero times infinity is no number.
-            return jnp.where(moved, new, old)
-
         rate = self.schedule(update)
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         factor = factor / scale
@@ -79,13 +75,25 @@ class Optimizer:
 
         def at_rest(tree: PyTree) -> PyTree:
             """Some parameters, or layers of them, where their optimizer state rests."""
+            if not self.sweep.on_device:
+                return tree
             return jax.tree.map_with_path(
                 lambda path, x: jax.lax.with_sharding_constraint(x, places[path_name(path)]), tree
             )
 
         def advance(
-            transform: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
+            transform: optax.GradientTransformation,
+            numbers: Numbers,
+            grads: PyTree,
+            state: PyTree,
+            params: PyTree,
         ) -> tuple[PyTree, PyTree]:
+            factor, rate, moved = numbers
+
+            def hold(new: jax.Array, old: jax.Array) -> jax.Array:
+                # Chosen and not multiplied: zero times infinity is no number.
+                return jnp.where(moved, new, old)
+
             # Scaled here and not inside the transformation: the norm is that of all leaves.
             grads = jax.tree.map(lambda g: widened(g, wide) * jnp.asarray(factor, wide), grads)
             master = state[MASTER] if self.policy.has_master else at_rest(params)
@@ -101,7 +109,7 @@ class Optimizer:
             # Cast where it rests, then spread: half the bytes travel.
             return at_rest(cast(new, self.policy.compute)), state
 
-        params, state = self.sweep(advance, grads, state, params)
+        params, state = self.sweep(advance, (factor, rate, moved), grads, state, params)
         params = jax.tree.map(
             lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
             params,

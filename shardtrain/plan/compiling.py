@@ -250,8 +250,9 @@ def read_program(
     """
     found = program.memory_analysis()
     memory = {ours: int(getattr(found, theirs)) for ours, theirs in _MEMORY.items()}
-    # XLA counts the host's arguments among those that are there when most is.
-    memory["peak"] -= memory["host_arguments"]
+    # XLA counts the host's arguments, and what of its temporaries is there when most is.
+    on_device = memory["arguments"] + memory["temporaries"]
+    memory["peak"] = min(memory["peak"] - memory["host_arguments"], on_device)
     return Compiled(
         text=program.as_text(),
         memory=memory,

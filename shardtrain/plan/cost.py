@@ -39,6 +39,8 @@ HOST_LINK_REACHES = 0.75
 """Part of the link's rate that large copies between device and host reach."""
 _HOST_LINK = 16e9
 """Bytes/s of a link to the host that a chip's row does not give: 16 lanes of PCIe 3."""
+_HOST_MEMORY = 40e9
+"""Bytes/s that a host's processor reads and writes for one device: two channels of DDR5."""
 SPREAD = 0.1
 """How far products may be off either way."""
 
@@ -300,6 +302,10 @@ class _Model:
         entries = state.entries.split if self.layout.zero >= 1 else state.entries.used
         itemsize: int = jnp.dtype(policy.accumulate).itemsize
         moved = 2 * state.optimizer + state.parameters + state.away + 2 * entries * itemsize
+        if self.workload.program.layout.tiers.updates:
+            # Read and written once by the host, which waits for all gradients.
+            travels = sum(self.workload.updated(self.layout)) / self.rates.host
+            return entries * itemsize / self.rates.memory + 2 * state.host / _HOST_MEMORY + travels
         return (moved + 4 * state.host) / self.rates.memory
 
     def _host(self) -> float:

@@ -6,7 +6,7 @@ promises (`promises`), and the program (`hlo`, `collectives`).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardtrain.models.config import TransformerConfig
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.ops.blockwise import block_size
+from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_platform
 from shardtrain.sharding.placement import mesh_axes, path_name, split_size
@@ -207,19 +208,9 @@ def expect(
         for path, sharding in jax.tree.leaves_with_path(program.shardings)
         if sharding.memory_kind == HOST
     )
-    away, moments = (
-        sum(state[name][1] for name in on_host if name.startswith(f"{STATE}.params") is want)
-        for want in (True, False)
-    )
-    # Masters are read in their parameters' place.
-    again = (name for name in on_host if "['layers']" in name)
-    if policy.has_master:
-        again = (name for name in again if not name.startswith(f"{STATE}.params"))
-    loaded_again = sum(state[name][1] / state[name][0][0] for name in again)
-    # Forward and backward, each microbatch; without masters the update reads them too.
-    tokens = rows / microbatches * device_length
     own = max((leaf.layers for leaf in _leaves(program)), default=1)
-    reads = 2 * passes.layer_tokens / (tokens * own) + (not policy.has_master)
+    runs = passes.layer_tokens / (rows / microbatches * device_length * own)
+    travels = _travels(program, state, on_host, 2 * runs)
     kept_there = ((kept_anywhere or 0) - (kept or 0)) * microbatches
     is_summed = layout.runner.sums_gradients and placement.zero <= 1
     gradient = policy.gradient_dtype(summed=is_summed)
@@ -233,9 +224,9 @@ def expect(
         leaves=tuple(_leaves(program)),
         state=state,
         on_host=on_host,
-        loaded=moments + away * reads + kept_there,
-        stored=moments + away + kept_there,
-        loaded_again=loaded_again,
+        loaded=travels.loaded + kept_there,
+        stored=travels.stored + kept_there,
+        loaded_again=travels.again,
         parameter_width=width,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
@@ -245,6 +236,44 @@ def expect(
         domain=domain,
         memory=memory,
     )
+
+
+def _travels(
+    program: Program, state: Mapping[str, tuple[Dims, int]], on_host: Collection[str], reads: float
+) -> Travels:
+    """What of the state goes between a device and its host, whose layers are read so often."""
+    policy, placement = program.policy, program.placement
+    is_away = {name: name.startswith(f"{STATE}.params") for name in on_host}
+    away, moments = (
+        sum(state[name][1] for name in on_host if is_away[name] is want) for want in (True, False)
+    )
+    if program.layout.tiers.updates:
+        width: int = np.dtype(
+            policy.gradient_dtype(summed=program.layout.runner.sums_gradients)
+        ).itemsize
+        sizes = [
+            (math.prod(place.shard_shape(shape.shape)), is_away)
+            for shape, place, is_away in zip(
+                *map(jax.tree.leaves, (placement.shapes, placement.optimizer, placement.away)),
+                strict=True,
+            )
+        ]
+        narrow: int = np.dtype(policy.compute).itemsize
+        here = narrow * sum(size for size, is_away in sizes if not is_away)
+        return Travels(
+            loaded=away * reads,
+            stored=width * sum(size for size, _ in sizes) + (0 if policy.has_master else here),
+            # The call on the host may write them to the device itself.
+            again=here,
+        )
+    # Masters are read in their parameters' place; without, the update reads those too.
+    read_too = 0 if policy.has_master else away
+    again = sum(
+        state[name][1] / state[name][0][0]
+        for name in on_host
+        if "['layers']" in name and not (policy.has_master and is_away[name])
+    )
+    return Travels(loaded=moments + away * reads + read_too, stored=moments + away, again=again)
 
 
 def _seen(model: TransformerConfig, length: int, mesh: Mesh | AbstractMesh) -> float:

@@ -30,6 +30,16 @@ class HostCopy:
     op_name: str
 
 
+@dataclass(frozen=True)
+class Travels:
+    """Bytes between one device and its host in a step, as they should be."""
+
+    loaded: float
+    stored: float
+    again: float
+    """What may be loaded besides and not used: layers, once more."""
+
+
 def host_copies(module: Module) -> tuple[HostCopy, ...]:
     """Lists the copies to and from the host in the order in which they are started."""
     return tuple(

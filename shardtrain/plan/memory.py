@@ -69,6 +69,10 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     words = 5 if workload.separate_documents else 3
     # What comes from the host for its update, when activations are gone.
     streamed = max(_streamed(workload, layout, state) - held.activations - held.logits, 0.0)
+    host = float(state.host + state.away)
+    if workload.program.layout.tiers.updates:
+        # New state is written beside the old; gradients come, and new parameters are made there.
+        streamed, host = 0.0, 2 * host + sum(workload.updated(layout))
     kept = workload.kept(layout).host * workload.samples(layout) * workload.model.num_layers
     return Memory(
         parameters=state.parameters,
@@ -79,7 +83,7 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         logits=held.logits,
         buffers=max(held.buffers, streamed),
         batch=4.0 * words * tokens,
-        host=state.host + state.away + kept,
+        host=host + kept,
     )
 
 

@@ -12,8 +12,10 @@ from functools import cache, cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardtrain.models.config import TransformerConfig
+from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
@@ -185,7 +187,17 @@ class Workload:
         host = pieces.layer.kept - device
         return Kept(device, host)
 
-    def to_host(self, layout: Layout) -> "Travels":
+    def updated(self, layout: Layout) -> tuple[float, float]:
+        """Bytes of an update on the host: gradients, and parameters that rest on the device."""
+        state, policy = self.state(layout), self.program.policy
+        count = state.entries.split if layout.zero >= 1 else state.entries.used
+        summed = layout.microbatches > 1 or layout.pipeline > 1
+        width: int = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
+        narrow: int = jnp.dtype(policy.compute).itemsize
+        here = state.parameters / (state.parameters + state.away)
+        return float(width * count), narrow * count * here
+
+    def to_host(self, layout: Layout) -> Travels:
         """What travels between a device and its host in a step.
 
         A layer of the state is loaded once more than it is used; XLA may fetch it early.
@@ -193,6 +205,14 @@ class Workload:
         state, layers = self.state(layout), self.model.num_layers
         masters = self.program.policy.has_master
         kept = self.kept(layout).host * self.samples(layout) * layers * layout.microbatches
+        if self.program.layout.tiers.updates:
+            gradients, parameters = self.updated(layout)
+            read = 2 * layout.microbatches * state.away
+            return Travels(
+                loaded=read + parameters + kept,
+                stored=gradients + parameters * (not masters) + kept,
+                again=0.0,
+            )
         again = (state.host + state.away * (not masters)) / layers
         read = 2 * layout.microbatches + (not masters)
         return Travels(
@@ -365,16 +385,6 @@ class Kept:
 
     device: int
     host: int
-
-
-@dataclass(frozen=True)
-class Travels:
-    """Bytes between one device and its host in a step."""
-
-    loaded: float
-    stored: float
-    again: float
-    """What of `loaded` is loaded and not used."""
 
 
 @dataclass(frozen=True)

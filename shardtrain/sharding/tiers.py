@@ -30,6 +30,8 @@ class Tiers:
     """Those of the layers; the ends are needed all the time."""
     fraction: float = 1.0
     """Part of those bytes that is on the host at least; the largest leaves go first."""
+    updates: bool = False
+    """Whether the host computes the update."""
 
     @property
     def any(self) -> bool:

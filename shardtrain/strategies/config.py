@@ -142,6 +142,9 @@ class OffloadConfig(BaseModel):
     parameters: Literal["device", "host"] = "device"
     """Where the parameters of the layers rest. From the host a layer comes for its forward and
     again for its backward; gradients stay on the device."""
+    update: Literal["device", "host"] = "device"
+    """Who computes the update of what rests on the host. On the host gradients go there and new
+    parameters come back, instead of moments and masters both ways."""
     fraction: float = Field(1.0, gt=0.0, le=1.0)
     """Part of those bytes that rests on the host at least; the largest tensors go first."""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
@@ -139,6 +140,8 @@ class Program:
     def _sweep(self) -> Sweep:
         if not self.layout.tiers.any:
             return Whole(self.make_transform(self.placement.names))
+        if self.layout.tiers.updates:
+            return OnHost(self.make_transform(self.placement.names), self.placement)
         return Streamed(
             self.make_transform,
             self.placement,

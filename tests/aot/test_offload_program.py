@@ -96,6 +96,20 @@ def test_a_7b_model_is_trained_on_a_workstation() -> None:
     assert not program.audit.broken, [p.outcome.words for p in program.audit.broken]
 
 
+@pytest.mark.campaign
+def test_an_update_on_the_host_moves_gradients_only() -> None:
+    """Masters and moments stay there; gradients go down once, parameters come from there anyway."""
+    made = load_config("finetune_7b_workstation", {"offload.update": "host"})
+    plan = make_plan(made, "rtx4090:1x1", search=False)
+    program = compiled_program(plan, made)
+    (outcome,) = (p.outcome for p in program.audit.promises if p.name == TRAVELS)
+    assert outcome.state == "kept"
+    held = program.compiled.memory
+    assert plan.own.memory.total == pytest.approx(held["peak"], rel=0.1)
+    there = held["host_arguments"] + held["host_temporaries"]
+    assert plan.own.memory.host == pytest.approx(there, rel=0.15)
+
+
 def test_an_offload_that_moves_nothing_is_found() -> None:
     """Compiled the usual way, all memory kinds are dropped without a word: the planted fault."""
     made = config(**LAYOUTS["data 8, zero 3"], **ON_HOST)

@@ -173,6 +173,50 @@ def test_parameters_on_the_host_change_nothing(tmp_path: Path, layout: str) -> N
     assert all(x.sharding.memory_kind != HOST for x in jax.tree.leaves(state.params["embedding"]))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero 1, bfloat16, clipped",
+        *(
+            pytest.param(layout, marks=pytest.mark.campaign)
+            for layout in (*LAYOUTS, *PARAMETERS)
+            if layout not in ("half of it", "parameters only, zero 1, 4 microbatches")
+        ),
+    ],
+)
+def test_the_host_computes_the_update(tmp_path: Path, layout: str) -> None:
+    """Masters and moments do not move; the host's arithmetic may round otherwise."""
+    first = {"sharding.zero": 1, "train.precision": "bfloat16", "optimizer.clip_norm": 0.1}
+    keys = (ALL_ON_HOST if layout in PARAMETERS else ON_HOST) | (
+        {"zero 1, bfloat16, clipped": first} | LAYOUTS | PARAMETERS
+    )[layout]
+    theirs, ours = (
+        run_steps(make_run(tmp_path, **keys, **{"offload.update": update}), 10)
+        for update in ("device", "host")
+    )
+    for (path, one), (_, other) in zip(
+        leaves_by_path((ours.params, ours.opt_state)),
+        leaves_by_path((theirs.params, theirs.opt_state)),
+        strict=True,
+    ):
+        one, other = (np.asarray(leaf, np.float64) for leaf in (one, other))
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6, err_msg=path)
+    assert set(kinds(ours).values()) == {HOST}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"offload.optimizer": "host", "train.precision": "bfloat16"},
+        {"offload.optimizer": "host", "offload.fraction": 0.5},
+    ],
+)
+def test_the_host_updates_only_what_it_has(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the host can update only what rests there"):
+        load_config("quickstart", keys | {"offload.update": "host"})
+
+
 def test_parameters_on_the_host_evaluate_and_generate(tmp_path: Path) -> None:
     keys = PARAMETERS["pipeline 2, tensor 2, zero 3"] | {"model.layer_loop": "scan"}
     texts = []
