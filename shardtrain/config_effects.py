@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import BaseModel
 
 from shardtrain.config import RunConfig
+from shardtrain.optim.config import WITH_SECOND_MOMENT
+from shardtrain.strategies.precision_words import parse_precision
 
-_ADAMS = ("adamw", "adam", "muon")
+_ADAMS = WITH_SECOND_MOMENT
 
 
 def explicit_keys(config: RunConfig) -> set[str]:
@@ -115,14 +117,15 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if config.sharding.zero and sizes["data"] * sizes["context"] == 1:
         yield "sharding.zero", "mesh.data=1 leaves nothing to split over"
-    if config.train.precision != "float16":
+    words = parse_precision(config.train.precision)
+    if words.compute != "float16":
         for key in ("", "_window", "_hysteresis", "_floor"):
             yield (
                 f"train.loss_scale{key}",
                 f'train.precision="{config.train.precision}" needs no loss scale',
             )
     offload = config.offload
-    if config.train.precision not in ("bfloat16", "float16"):
+    if not words.has_master:
         yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
     if "host" not in (offload.optimizer, offload.master):
         yield "offload.fraction", "nothing is offloaded"

@@ -215,7 +215,11 @@ def test_a_number_in_quotes_is_refused_with_the_cure(tmp_path: Path) -> None:
         ("data.tokenizer", "bites", 'did you mean "bytes"?'),
         ("train.remat", "everything", "names among qkv, attention"),
         ("train.remat", "full,mlp", "names among qkv, attention"),
-        ("train.precision", "fp16", "allowed: float32, bfloat16, float16 or float64"),
+        (
+            "train.precision",
+            "fp16",
+            "allowed: float32, bfloat16, float16, fp8, fp8_delayed",
+        ),
         ("log.trackers", ["tensorboard", "wandbb"], "log.trackers: unknown value"),
         ("mesh.tensors", 2, "did you mean mesh.tensor?"),
         ("mehs.tensor", 2, "did you mean [mesh]?"),

@@ -37,9 +37,12 @@ PyTree = Any
 Flat = dict[str, Any]
 MakeTransform = Callable[[PyTree], optax.GradientTransformation]
 """Names of some parameters' axes -> their transformation."""
-Advance = Callable[[optax.GradientTransformation, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-"""(transformation, gradients, state, parameters) -> (parameters, state), of any part of the leaves;
-all on the device and resting like the optimizer's state."""
+Advance = Callable[
+    [optax.GradientTransformation, PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]
+]
+"""(transformation, gradients, state, parameters, rows) -> (parameters, state), of any part of the
+leaves; all on the device and resting like the optimizer's state. `rows`: which of the stack the
+stacked leaves have, None = all."""
 
 
 class Sweep(Protocol):
@@ -80,7 +83,7 @@ class Whole:
         self, advance: Advance, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
-        return advance(self.transform, grads, state, params)
+        return advance(self.transform, grads, state, params, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +127,7 @@ class Streamed:
             _nested({path: old.grads[path]}),
             _filled(part, old.to_device(state)),
             _nested({path: old.params[path]}),
+            None,
         )
         return dict(leaves_by_path(new_params)), old.to_rest(dict(leaves_by_path(new)))
 
@@ -152,6 +156,7 @@ class Streamed:
                 _nested({p: _row(old.grads[p], index, stages) for p in layers}),
                 _filled(part, here | shared),
                 _nested({p: _row(params[p], index, stages) for p in layers}),
+                index + count * jnp.arange(stages),
             )
             found = dict(leaves_by_path(new))
             # Read before it is written: otherwise a whole stack would be copied on the host.

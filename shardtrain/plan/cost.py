@@ -111,7 +111,7 @@ def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
     Raises:
         ConfigError: the chip's row lacks a figure that is needed.
     """
-    rates = chip_rates(cluster.chip, workload.program.policy.name)
+    rates = chip_rates(cluster.chip, workload.program.policy.words.compute)
     groups = _groups(cluster, tuple(layout.degrees.items()))
     model = _Model(workload, layout, rates, groups)
     return Cost(

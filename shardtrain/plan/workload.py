@@ -234,7 +234,7 @@ class Workload:
             return self._by_the_entry(layout, entries)
         params, masters = (
             jax.tree.map(lambda a, t=dtype: jax.ShapeDtypeStruct(a.shape, t), placement.shapes)
-            for dtype in (policy.compute, policy.master)
+            for dtype in (policy.params, policy.master)
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
@@ -254,7 +254,7 @@ class Workload:
         share = resting / one.entries.used
         return State(
             parameters=(entries.split if layout.zero >= 3 else entries.used)
-            * jnp.dtype(policy.compute).itemsize,
+            * jnp.dtype(policy.params).itemsize,
             optimizer=round(share * one.optimizer),
             master=round(share * one.master),
             host=round(share * one.host),

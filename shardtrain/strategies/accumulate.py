@@ -1,8 +1,9 @@
 """Accumulation: the gradient of a step from its microbatches. One wrapper of the gradient function.
 
-With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward. With
-several, the sums of each data shard are kept apart and reduced once after the last (ZeRO 0-1), or
-each microbatch's gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
+With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward, as it
+is made. With several, or where it is to be reduced in wider numbers than it is made in, the sums of
+each data shard are kept apart and reduced once after the last (ZeRO 0-1); or each microbatch's
+gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Gradients, Parts, Sums
+from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
@@ -41,7 +43,7 @@ class Accumulation:
         """Whether there are several microbatches."""
         return self.microbatches > 1
 
-    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+    def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step; see `Runner`."""
 
         def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
@@ -50,7 +52,7 @@ class Accumulation:
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
-        return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+        return make_gradients(loss, placement, microbatches=self.microbatches, dtypes=dtypes)
 
     def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
         """Sums over all microbatches; see `Runner`."""
@@ -66,7 +68,7 @@ class Accumulation:
 
 
 def make_gradients(
-    loss: LossFn, placement: Placement, *, microbatches: int, dtype: Any
+    loss: LossFn, placement: Placement, *, microbatches: int, dtypes: Policy
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Wraps a loss into the gradient function of a whole step.
 
@@ -74,17 +76,20 @@ def make_gradients(
         loss: sums, not means: parts of microbatches and of data shards add up to the whole step's.
         placement: where parameters and gradients rest.
         microbatches: leading dim of every batch leaf.
-        dtype: what several gradients are added up in.
+        dtypes: what several gradients are added up in, and what they cross the network in.
 
     Returns:
         (params, batch, shared) -> (sums, gradients); batch leaves are [microbatches, batch, ...].
     """
-    if microbatches == 1:
+    shards = data_degree(placement.mesh)
+    if microbatches == 1 and (shards == 1 or not dtypes.reduces_wider):
         gradients = _single(loss)
-    elif placement.zero >= 2 or data_degree(placement.mesh) == 1:
-        gradients = _scattered_each(loss, placement, dtype)
+    elif placement.zero >= 2 or shards == 1:
+        assert shards == 1 or not dtypes.reduces_wider, "refused with the config"
+        gradients = _scattered_each(loss, placement, dtypes.accumulate)
     else:
-        gradients = _reduced_once(loss, placement, dtype)
+        reduce = dtypes.reduce_dtype(summed=True)
+        gradients = _reduced_once(loss, placement, dtypes.accumulate, reduce)
 
     def placed(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         sums, grads = gradients(params, batch, shared)
@@ -125,7 +130,7 @@ def _scattered_each(
 
 
 def _reduced_once(
-    loss: LossFn, placement: Placement, dtype: Any
+    loss: LossFn, placement: Placement, dtype: Any, reduce: Any
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Keeps the sums of each data shard apart, in a leading dim split over the data axes."""
     mesh = placement.mesh
@@ -154,6 +159,6 @@ def _reduced_once(
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), dtype), params)
         total, sums = jax.lax.scan(body, constrain_tree(zeros, apart_each), batch)
         sums = jax.tree.map(lambda s: s.sum((0, 1)), sums)
-        return sums, jax.tree.map(lambda g: g.sum(0), total)
+        return sums, jax.tree.map(lambda g: g.astype(reduce).sum(0), total)
 
     return gradients

@@ -12,6 +12,7 @@ import jax
 
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies.order import LayerOrder
+from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
@@ -67,13 +68,14 @@ class Runner(Protocol):
         """Whether a step's gradient is added up of several, in the dtype for that."""
         ...
 
-    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+    def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step.
 
         Args:
             parts: the loss.
             placement: where everything rests.
-            dtype: what gradients of several microbatches are added up in.
+            dtypes: what gradients of several microbatches are added up in, and what they cross the
+                network in.
         """
         ...
 

@@ -26,7 +26,7 @@ from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
 from shardtrain.strategies.accumulate import make_gradients
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
-from shardtrain.strategies.precision import cast, policy
+from shardtrain.strategies.precision import cast, cast_at_rest, policy
 from shardtrain.train.own_model import check_layout, check_names, own_table, place_batch
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import Metrics, make_step
@@ -117,7 +117,7 @@ class TrainStep:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=cast(master, self.optimizer.policy.compute),
+            params=cast(master, self.optimizer.policy.params),
             opt_state=self.optimizer.init(master),
             key=jax.random.key(self.seed),
             skipped=jnp.zeros((), jnp.int32),
@@ -162,7 +162,7 @@ class TrainStep:
             loss,
             placement,
             microbatches=self.microbatches,
-            dtype=self.optimizer.policy.accumulate,
+            dtypes=self.optimizer.policy,
         )
 
         def gradients(
@@ -171,6 +171,7 @@ class TrainStep:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
+            params = cast_at_rest(params, self.optimizer.policy.compute, placement.params)
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
                 metrics, grads = accumulated(params, parts, (self.weight(batch), scale))

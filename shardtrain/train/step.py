@@ -12,6 +12,7 @@ from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
+from shardtrain.strategies.precision import cast_at_rest
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
@@ -64,7 +65,11 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
 
 
 def make_gradient_fn(
-    task: Task, gradients: Gradients, placement: Placement, arrange: Arrange = in_order
+    task: Task,
+    gradients: Gradients,
+    placement: Placement,
+    dtype: Any,
+    arrange: Arrange = in_order,
 ) -> GradientFn:
     """The gradient of a whole step; see `GradientFn`.
 
@@ -72,6 +77,7 @@ def make_gradient_fn(
         task: terms and weights.
         gradients: from a `Runner`.
         placement: where everything rests.
+        dtype: what parameters are computed with.
         arrange: the order in which the positions of a batch are worked on.
     """
 
@@ -79,6 +85,7 @@ def make_gradient_fn(
         params: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
     ) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
+        params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
             sums, grads = gradients(params, arrange(batch), ((totals, scale), key))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
@@ -111,7 +118,7 @@ def make_step(
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
-            grads, state.opt_state, state.params, state.step + 1, allowed, scale
+            grads, state.opt_state, state.params, state.step + 1, key, allowed, scale
         )
         moved = numbers["moved"]
         loss_scale, retry = scaling.after(state.loss_scale, moved, allowed)
@@ -134,6 +141,7 @@ def make_evaluation(
     task: Task,
     evaluation: Callable[[PyTree, Batch], Metrics],
     placement: Placement,
+    dtype: Any,
     arrange: Arrange = in_order,
 ) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
     """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
@@ -142,10 +150,12 @@ def make_evaluation(
         task: terms and weights.
         evaluation: from a `Runner`.
         placement: where everything rests.
+        dtype: what parameters are computed with.
         arrange: the order in which the positions of a batch are worked on.
     """
 
     def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
+        params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
             sums = evaluation(params, arrange(batch))
         return sums, task.totals(batch)
