@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from shardtrain.ops.fp8 import E4M3, E5M2, Scaled, Used, current_layer, either, scaled
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
@@ -92,7 +93,10 @@ def dense(
     bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     widen = how.canonical and x.dtype.itemsize == 2
-    y = _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
+    static = Static(widen, len(inner), transposed, x.dtype, result, platform() != "cpu")
+    layer = current_layer()
+    y = _dense(static, x, w, bias) if layer is None else _dense_fp8(static, x, w, bias, layer.used)
+    y = y.reshape(shape)
     named: jax.Array = checkpoint_name(y, PRODUCT)
     return named
 
@@ -103,7 +107,11 @@ class Static(NamedTuple):
     widen: bool
     contract: int
     transposed: bool
+    dtype: Any
+    """Of the operands, and of their gradients."""
     result: Any
+    eight: bool
+    """Whether products in fp8 take operands of 8 bits; on CPU they take the same numbers wider."""
 
     def inner(self, w: jax.Array) -> Dims:
         """Dims of the weight that the product sums over."""
@@ -117,11 +125,7 @@ class Static(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    last = tuple(range(x.ndim - static.contract, x.ndim))
-    y = _dot(x, w, last, static.inner(w), jnp.float32 if static.widen else static.result)
-    if bias is not None:
-        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
-    return y.astype(static.result)
+    return _with_bias(static, _forward_product(static, x, w), bias)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -137,18 +141,106 @@ def _backward(
     static: Static, residuals: Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     x, w, bias = residuals
-    lead = tuple(range(x.ndim - static.contract))
-    last = tuple(range(len(lead), g.ndim))
-    sums = None if bias is None else g.astype(sum_dtype(g.dtype)).sum(lead).astype(bias.dtype)
-    g = g.astype(x.dtype)
-    wide = jnp.float32 if static.widen else None
-    dx = _dot(g, w, last, static.outer(w), wide).astype(x.dtype)
-    left, right = (g, x) if static.transposed else (x, g)
-    dw = _canonical_gradient(left, right) if static.widen else _dot(left, right, lead, lead, None)
-    return dx, dw.astype(w.dtype), sums
+    sums = _bias_gradient(g, bias)
+    dx, dw = _backward_products(static, x, w, g.astype(x.dtype))
+    return dx.astype(x.dtype), dw.astype(w.dtype), sums
 
 
 _dense.defvjp(_forward, _backward)
+
+
+def _forward_product(static: Static, x: jax.Array, w: jax.Array) -> jax.Array:
+    last = tuple(range(x.ndim - static.contract, x.ndim))
+    result = jnp.float32 if static.widen else static.result
+    return _dot(x, w, last, static.inner(w), result)
+
+
+def _backward_products(
+    static: Static, x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of both operands."""
+    lead = tuple(range(x.ndim - static.contract))
+    last = tuple(range(len(lead), g.ndim))
+    dx = _dot(g, w, last, static.outer(w), jnp.float32 if static.widen else static.dtype)
+    left, right = (g, x) if static.transposed else (x, g)
+    if static.widen:
+        return dx, _canonical_gradient(left, right)
+    return dx, _dot(left, right, lead, lead, static.dtype)
+
+
+def _with_bias(static: Static, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+    return y.astype(static.result)
+
+
+def _bias_gradient(g: jax.Array, bias: jax.Array | None) -> jax.Array | None:
+    if bias is None:
+        return None
+    lead = tuple(range(g.ndim - bias.ndim))
+    return g.astype(sum_dtype(g.dtype)).sum(lead).astype(bias.dtype)
+
+
+# -- the same in fp8
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_fp8(
+    static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None, used: Used
+) -> jax.Array:
+    return _forward_fp8(static, x, w, bias, used)[0]
+
+
+Kept = tuple[jax.Array | Scaled, jax.Array, jax.Array | None, Used]
+
+
+def _forward_fp8(
+    static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None, used: Used
+) -> tuple[jax.Array, Kept]:
+    # Where every layer is in fp8 its backward needs the 8 bits alone.
+    kept = scaled(x, E4M3) if used is None else x
+
+    def narrow() -> jax.Array:
+        qx, qw = _as_scaled(kept), scaled(w, E4M3)
+        y = _forward_product(static, _operand(static, qx), _operand(static, qw))
+        return y * (qx.scale * qw.scale).astype(y.dtype)
+
+    y = either(used, narrow, lambda: _forward_product(static, x, w))
+    return _with_bias(static, y, bias), (kept, w, bias, used)
+
+
+def _backward_fp8(
+    static: Static, residuals: Kept, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
+    x, w, bias, used = residuals
+    sums = _bias_gradient(g, bias)
+    g = g.astype(static.dtype)
+
+    def narrow() -> tuple[jax.Array, jax.Array]:
+        qx, qg, qw = _as_scaled(x), scaled(g, E5M2), scaled(w, E4M3)
+        operands = (_operand(static, q) for q in (qx, qw, qg))
+        dx, dw = _backward_products(static, *operands)
+        dx = dx * (qg.scale * qw.scale).astype(dx.dtype)
+        return dx, dw * (qg.scale * qx.scale).astype(dw.dtype)
+
+    def wide() -> tuple[jax.Array, jax.Array]:
+        assert not isinstance(x, Scaled)
+        return _backward_products(static, x, w, g)
+
+    dx, dw = either(used, narrow, wide)
+    return dx.astype(static.dtype), dw.astype(w.dtype), sums, None
+
+
+_dense_fp8.defvjp(_forward_fp8, _backward_fp8)
+
+
+def _operand(static: Static, x: Scaled) -> jax.Array:
+    """What a product takes; the scales are powers of two, so the result can be scaled instead."""
+    return x.values if static.eight else x.values.astype(static.dtype)
+
+
+def _as_scaled(x: jax.Array | Scaled) -> Scaled:
+    return x if isinstance(x, Scaled) else scaled(x, E4M3)
 
 
 def _canonical_gradient(left: jax.Array, right: jax.Array) -> jax.Array:

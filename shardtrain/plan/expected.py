@@ -190,8 +190,9 @@ def expect(
         for in_kernels in (False, True)
     ]
     width = np.dtype(policy.compute).itemsize
-    is_summed = layout.runner.sums_gradients and placement.zero <= 1
-    gradient = policy.gradient_dtype(summed=is_summed)
+    gathered = policy.compute if placement.zero == 3 else policy.params
+    is_summed = layout.runner.sums_gradients or policy.reduces_wider
+    gradient = policy.reduce_dtype(summed=is_summed and placement.zero <= 1)
     vocab = model.vocab_size or vocab_size
     per_token = training_flops_per_token(model, vocab_size=vocab, length=length)
     return Expected(
@@ -206,7 +207,7 @@ def expect(
             for path, sharding in jax.tree.leaves_with_path(program.shardings)
             if sharding.memory_kind == HOST
         ),
-        parameter_width=width,
+        parameter_width=np.dtype(gathered).itemsize,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
         products_in_kernels=products[1],

@@ -76,7 +76,7 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         gradients=held.gradients,
         activations=held.activations,
         logits=held.logits,
-        buffers=max(held.buffers, streamed),
+        buffers=max(held.buffers, streamed) + _casts(workload, layout, state),
         batch=4.0 * words * tokens,
         host=state.host,
     )
@@ -99,6 +99,15 @@ def _streamed(workload: Workload, layout: Layout, state: State) -> float:
     return each * max(_IN_FLIGHT * layers * stages / rows, 2.0 * ends)
 
 
+def _casts(workload: Workload, layout: Layout, state: State) -> float:
+    """What parameters that rest wider are cast to at the beginning of a step."""
+    policy, entries = workload.program.policy, state.entries
+    if policy.params == policy.compute:
+        return 0.0
+    resting = entries.split if layout.zero >= 3 else entries.used
+    return float(jnp.dtype(policy.compute).itemsize * resting)
+
+
 @dataclass(frozen=True)
 class _Held:
     gradients: float
@@ -115,7 +124,7 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     activations = layers * samples * pieces.layer.kept
     made = narrow * (entries.split if layout.zero >= 1 else entries.used)
     sums = 0.0
-    if layout.microbatches > 1:
+    if layout.microbatches > 1 or workload.program.policy.reduces_wider:
         made = narrow * (entries.split if layout.zero >= 2 else entries.used)
         sums = wide * (entries.split if layout.zero >= 2 else entries.used)
     layer_weights = narrow * entries.layers / layers

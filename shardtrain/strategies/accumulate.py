@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import Placement, constrain_tree
-from shardtrain.sharding.rules import mapped_over
+from shardtrain.sharding.rules import MAPPED, mapped_over
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Gradients, Parts, Sums
 from shardtrain.strategies.precision import Policy
@@ -141,7 +141,9 @@ def _reduced_once(
         return NamedSharding(mesh, PartitionSpec(axes, *sharding.spec))
 
     def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        per_shard = jax.vmap(_grad(loss), in_axes=(None, 0, None), spmd_axis_name=axes)
+        per_shard = jax.vmap(
+            _grad(loss), in_axes=(None, 0, None), axis_name=MAPPED, spmd_axis_name=axes
+        )
         apart_each = jax.tree.map(apart, placement.computed)
 
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:

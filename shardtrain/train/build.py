@@ -43,6 +43,7 @@ from shardtrain.train.step import (
     make_gradient_fn,
     make_parts,
     make_step,
+    products_in_layers,
 )
 
 PyTree = Any
@@ -273,7 +274,9 @@ class Program:
     @cached_property
     def parts(self) -> Parts:
         """The loss as functions of plain trees."""
-        return make_parts(self.task, self.graph, nnx.to_pure_dict(self._abstract[1]))
+        shapes = nnx.to_pure_dict(self._abstract[1])
+        in_layers = products_in_layers(self.policy.words, shapes)
+        return make_parts(self.task, self.graph, shapes, in_layers)
 
     @cached_property
     def _step(self) -> Callable[..., Any]:

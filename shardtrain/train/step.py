@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardtrain.errors import ConfigError
+from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
 from shardtrain.strategies.precision import cast_at_rest
+from shardtrain.strategies.precision_words import Words
+from shardtrain.strategies.remat import Block
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
@@ -26,27 +30,61 @@ GradientFn = Callable[[PyTree, Batch, jax.Array, jax.Array | float], tuple[Metri
 _NO_LIMIT = 2**31 - 1
 
 
-def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
+def make_parts(
+    task: Task,
+    graph: nnx.GraphDef[Any],
+    params: PyTree,
+    in_layers: Callable[[Block], Block] = lambda layer: layer,
+) -> Parts:
     """A task's loss as functions of plain trees of parameters.
 
     Args:
         task: terms and weights.
         graph: the model without its parameters.
         params: their shapes.
+        in_layers: wraps a function of a layer, its index and more; see `products_in_layers`.
     """
 
     def sums(params: PyTree, batch: Batch, key: jax.Array | None, stack: Stack) -> Metrics:
-        return task.terms(nnx.merge(graph, params), batch, key, stack)
+        def wrapped(layers: nnx.Module, block: Block, x: PyTree) -> Any:
+            return stack(layers, in_layers(block), x)
+
+        return task.terms(nnx.merge(graph, params), batch, key, wrapped)
 
     def value(sums: Metrics, seeds: PyTree) -> jax.Array:
         totals, scale = seeds
         scaled: jax.Array = weighted_loss(task, sums, totals) * scale
         return scaled
 
-    return Parts(sums, value, _cut(task, graph, params))
+    return Parts(sums, value, _cut(task, graph, params, in_layers))
 
 
-def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
+def products_in_layers(words: Words, params: PyTree) -> Callable[[Block], Block]:
+    """The wrapper of a function of a layer by which its products are as a precision says.
+
+    Args:
+        words: of the precision.
+        params: shapes in model order.
+
+    Raises:
+        ConfigError: fp8, and no layers that it could be for.
+    """
+    if not words.products:
+        return lambda layer: layer
+    if LAYERS not in params:
+        raise ConfigError(
+            "this model is no stack of equal layers, whose products fp8 is for",
+            where="train.precision",
+            value=words.products,
+            cure="use bfloat16",
+        )
+    num_layers = jax.tree.leaves(params[LAYERS])[0].shape[0]
+    return LayersInFp8(num_layers, words.first, words.last)
+
+
+def _cut(
+    task: Task, graph: nnx.GraphDef[Any], params: PyTree, in_layers: Callable[[Block], Block]
+) -> Cut | None:
     """The same loss cut at the layers of its model, if that has equal ones."""
     if not hasattr(task, "head") or LAYERS not in params:
         return None
@@ -56,10 +94,13 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
     def model(params: PyTree) -> Any:
         return nnx.merge(graph, params)
 
+    def layer(params: PyTree, index: jax.Array, x: jax.Array, context: PyTree) -> Any:
+        return nnx.merge(layer_graph, params)(x, index, context)
+
     return Cut(
         context=lambda params, batch, key: model(params).context(batch, key),
         embed=lambda params, batch, context: model(params).embed(batch, context),
-        layer=lambda params, index, x, context: nnx.merge(layer_graph, params)(x, index, context),
+        layer=in_layers(layer),
         head=lambda params, x, batch: layered.head(model(params), x, batch),
     )
 
