@@ -217,7 +217,7 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     faults += model_faults(model, data)
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
     faults += _loss_faults(config, degrees["context"])
-    faults += _reduce_faults(config, degrees) if not faults else []
+    faults += _layout_precision_faults(config, degrees) if not faults else []
     faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults
 
@@ -340,9 +340,18 @@ def _precision_faults(config: RunConfig) -> list[ConfigError]:
     return faults
 
 
-def _reduce_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
-    """Why gradients cannot cross the network in wider numbers than they are made in."""
+def _layout_precision_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    """Why there is no such precision on this mesh."""
     words, zero = parse_precision(config.train.precision), config.sharding.zero
+    if words.products == "fp8_delayed" and degrees["pipeline"] > 1:
+        return [
+            ConfigError(
+                "a stage hands no scales on to the next step; use fp8, which scales each tensor by "
+                "its own largest entry, or mesh.pipeline=1",
+                where=f"{PRECISION}, mesh.pipeline={degrees['pipeline']}",
+                value=words.products,
+            )
+        ]
     wider = words.reduce not in ("", words.compute)
     alone = degrees["data"] == degrees["replica"] == 1
     if not wider or zero < 2 or degrees["pipeline"] > 1 or alone:

@@ -17,7 +17,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shardtrain.ops.fp8 import E4M3, E5M2, Scaled, Used, current_layer, either, scaled
+from shardtrain.ops.fp8 import (
+    E4M3,
+    E5M2,
+    Scaled,
+    Used,
+    current_layer,
+    either,
+    largest_of,
+    scaled,
+)
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
@@ -95,7 +104,10 @@ def dense(
     widen = how.canonical and x.dtype.itemsize == 2
     static = Static(widen, len(inner), transposed, x.dtype, result, platform() != "cpu")
     layer = current_layer()
-    y = _dense(static, x, w, bias) if layer is None else _dense_fp8(static, x, w, bias, layer.used)
+    if layer is None:
+        y = _dense(static, x, w, bias)
+    else:
+        y = _dense_fp8(static, x, w, bias, *layer.next())
     y = y.reshape(shape)
     named: jax.Array = checkpoint_name(y, PRODUCT)
     return named
@@ -186,38 +198,63 @@ def _bias_gradient(g: jax.Array, bias: jax.Array | None) -> jax.Array | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense_fp8(
-    static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None, used: Used
+    static: Static,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    used: Used,
+    earlier: jax.Array | None,
 ) -> jax.Array:
-    return _forward_fp8(static, x, w, bias, used)[0]
+    return _forward_fp8(static, x, w, bias, used, earlier)[0]
 
 
-Kept = tuple[jax.Array | Scaled, jax.Array, jax.Array | None, Used]
+class Kept(NamedTuple):
+    """What the backward of a product in fp8 reads."""
+
+    x: jax.Array | Scaled
+    """In 8 bits where every layer is in fp8."""
+    w: jax.Array
+    bias: jax.Array | None
+    used: Used
+    seen: tuple[jax.Array, jax.Array]
+    """The largest entries of `x` and `w`."""
+    earlier: jax.Array | None
 
 
 def _forward_fp8(
-    static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None, used: Used
+    static: Static,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    used: Used,
+    earlier: jax.Array | None,
 ) -> tuple[jax.Array, Kept]:
-    # Where every layer is in fp8 its backward needs the 8 bits alone.
-    kept = scaled(x, E4M3) if used is None else x
+    seen = largest_of(x), largest_of(w)
+    to_x, to_w = (_scaled_by(earlier, place, own) for place, own in enumerate(seen))
+    kept = scaled(x, E4M3, to_x) if used is None else x
 
     def narrow() -> jax.Array:
-        qx, qw = _as_scaled(kept), scaled(w, E4M3)
+        qx = kept if isinstance(kept, Scaled) else scaled(kept, E4M3, to_x)
+        qw = scaled(w, E4M3, to_w)
         y = _forward_product(static, _operand(static, qx), _operand(static, qw))
         return y * (qx.scale * qw.scale).astype(y.dtype)
 
     y = either(used, narrow, lambda: _forward_product(static, x, w))
-    return _with_bias(static, y, bias), (kept, w, bias, used)
+    return _with_bias(static, y, bias), Kept(kept, w, bias, used, seen, earlier)
 
 
 def _backward_fp8(
-    static: Static, residuals: Kept, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
-    x, w, bias, used = residuals
-    sums = _bias_gradient(g, bias)
+    static: Static, kept: Kept, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None, jax.Array | None]:
+    x, w, earlier = kept.x, kept.w, kept.earlier
+    sums = _bias_gradient(g, kept.bias)
     g = g.astype(static.dtype)
+    seen = *kept.seen, largest_of(g)
+    to_x, to_w, to_g = (_scaled_by(earlier, place, own) for place, own in enumerate(seen))
 
     def narrow() -> tuple[jax.Array, jax.Array]:
-        qx, qg, qw = _as_scaled(x), scaled(g, E5M2), scaled(w, E4M3)
+        qx = x if isinstance(x, Scaled) else scaled(x, E4M3, to_x)
+        qw, qg = scaled(w, E4M3, to_w), scaled(g, E5M2, to_g)
         operands = (_operand(static, q) for q in (qx, qw, qg))
         dx, dw = _backward_products(static, *operands)
         dx = dx * (qg.scale * qw.scale).astype(dx.dtype)
@@ -227,20 +264,23 @@ def _backward_fp8(
         assert not isinstance(x, Scaled)
         return _backward_products(static, x, w, g)
 
-    dx, dw = either(used, narrow, wide)
-    return dx.astype(static.dtype), dw.astype(w.dtype), sums, None
+    dx, dw = either(kept.used, narrow, wide)
+    # Not a gradient: what was seen goes where the state can be made of it (`LargestEntries`).
+    of_earlier = None if earlier is None else jnp.stack(seen)
+    return dx.astype(static.dtype), dw.astype(w.dtype), sums, None, of_earlier
 
 
 _dense_fp8.defvjp(_forward_fp8, _backward_fp8)
 
 
+def _scaled_by(earlier: jax.Array | None, place: int, own: jax.Array) -> jax.Array:
+    """The largest entry that a tensor is scaled by: that of earlier steps, where there were any."""
+    return own if earlier is None else jnp.where(earlier[place] > 0, earlier[place], own)
+
+
 def _operand(static: Static, x: Scaled) -> jax.Array:
     """What a product takes; the scales are powers of two, so the result can be scaled instead."""
     return x.values if static.eight else x.values.astype(static.dtype)
-
-
-def _as_scaled(x: jax.Array | Scaled) -> Scaled:
-    return x if isinstance(x, Scaled) else scaled(x, E4M3)
 
 
 def _canonical_gradient(left: jax.Array, right: jax.Array) -> jax.Array:

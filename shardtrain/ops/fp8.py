@@ -40,33 +40,40 @@ class Scaled(NamedTuple):
     """A power of two, float32."""
 
 
-def scaled(x: jax.Array, dtype: Any) -> Scaled:
-    """A tensor in 8 bits, its largest entry scaled into the upper half of their range.
+def scaled(x: jax.Array, dtype: Any, largest: jax.Array) -> Scaled:
+    """A tensor in 8 bits, so that an entry of size `largest` lies in the upper half of their range.
 
-    What is no number stays none: it is not for a product to hide it.
+    Larger entries are cut off. What is no number stays none: it is not for a product to hide it.
 
     Args:
         x: any floats.
         dtype: `E4M3` or `E5M2`.
+        largest: its own largest entry (`largest_of`), or that of earlier steps.
 
     Example:
-        >>> x = scaled(jnp.asarray([3.0, 0.26]), E4M3)
+        >>> x = scaled(jnp.asarray([3.0, 0.26]), E4M3, jnp.asarray(3.0))
         >>> x.values.astype(jnp.float32) * x.scale
         Array([3.      , 0.265625], dtype=float32)
     """
-    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    active = current()
-    if active is not None:
-        if active.mapped:
-            largest = lax.pmax(largest, MAPPED)
-        if active.manual >= set(DATA_AXES):
-            largest = lax.pmax(largest, DATA_AXES)
     # largest is in [2**e, 2**(e + 1)).
     e = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
     shift = jnp.clip(_TOP[dtype] - 1 - e, -126, 126)
     shift = jnp.where((largest > 0) & jnp.isfinite(largest), shift, 0)
-    values = (x.astype(jnp.float32) * _power(shift)).astype(dtype)
-    return Scaled(values, _power(-shift))
+    moved = x.astype(jnp.float32) * _power(shift)
+    top = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    moved = jnp.where(jnp.isfinite(moved), jnp.clip(moved, -top, top), jnp.nan)
+    return Scaled(moved.astype(dtype), _power(-shift))
+
+
+def largest_of(x: jax.Array) -> jax.Array:
+    """The size of a tensor's largest entry, over all devices that share it."""
+    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    active = current()
+    if active is not None and active.mapped:
+        largest = lax.pmax(largest, MAPPED)
+    if active is not None and active.manual >= set(DATA_AXES):
+        largest = lax.pmax(largest, DATA_AXES)
+    return largest
 
 
 def _power(k: jax.Array) -> jax.Array:
@@ -81,10 +88,24 @@ Used = jax.Array | None
 """Whether a layer's products are in fp8, where that depends on the layer; None = they are."""
 
 
-class Layer(NamedTuple):
-    """What the layer that is being traced says about its products."""
+@dataclass
+class Layer:
+    """What the layer that is being traced says about its products, one after another."""
 
     used: Used
+    earlier: jax.Array | None
+    """[products, 3]: the largest entries that earlier steps have seen of each product's activation,
+    weight and gradient; None = each tensor is scaled by its own."""
+    made: int = 0
+    """Products so far."""
+
+    def next(self) -> tuple[Used, jax.Array | None]:
+        """What holds for the next product."""
+        self.made += 1
+        if self.earlier is None:
+            return self.used, None
+        assert self.made <= len(self.earlier), "a layer makes a product with each matrix once"
+        return self.used, self.earlier[self.made - 1]
 
 
 _LAYER: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("fp8", default=None)
@@ -114,11 +135,19 @@ class LayersInFp8:
     last: int = 0
     """Layers at the end that are not."""
 
-    def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps (layer or its parameters, index, ...) -> x."""
+    def __call__(
+        self, layer: Callable[..., Any], earlier: jax.Array | None = None
+    ) -> Callable[..., Any]:
+        """Wraps (layer or its parameters, index, ...) -> x.
+
+        Args:
+            layer: what is wrapped.
+            earlier: [layers, products, 3], see `Layer`. Its gradient is what is seen in this step.
+        """
 
         def run(what: Any, index: jax.Array, *others: Any) -> Any:
-            with _in_force(Layer(self._used(index))):
+            own = None if earlier is None else lax.dynamic_index_in_dim(earlier, index, 0, False)
+            with _in_force(Layer(self._used(index), own)):
                 return layer(what, index, *others)
 
         return run

@@ -124,7 +124,11 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     activations = layers * samples * pieces.layer.kept
     made = narrow * (entries.split if layout.zero >= 1 else entries.used)
     sums = 0.0
-    if layout.microbatches > 1 or workload.program.policy.reduces_wider:
+    if layout.microbatches == 1 and workload.program.policy.reduces_wider:
+        # Each leaf is widened as it is sent.
+        made = narrow * entries.used
+        sums = wide * (entries.split if layout.zero >= 1 else entries.used)
+    if layout.microbatches > 1:
         made = narrow * (entries.split if layout.zero >= 2 else entries.used)
         sums = wide * (entries.split if layout.zero >= 2 else entries.used)
     layer_weights = narrow * entries.layers / layers

@@ -193,7 +193,11 @@ def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
     if layout.zero < 3:
         yield "all-gather", shards, resting * entries.used, 1, False
         return
-    yield "all-gather", shards, narrow * entries.layers, 2 * times, True
+    # XLA rounds a matrix to 8 bits where it rests and gathers that. A pipeline gathers it as it is,
+    # and so does a layer of which only the running program knows whether it is in fp8.
+    words = policy.words
+    is_eight = words.products and layout.pipeline == 1 and not (words.first or words.last)
+    yield "all-gather", shards, (1 if is_eight else narrow) * entries.layers, 2 * times, True
     # XLA gathers the ends once for all microbatches, a pipeline for each that uses them.
     yield "all-gather", shards, narrow * entries.ends, times if layout.pipeline > 1 else 1, True
 

@@ -23,8 +23,11 @@ from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
-LossFn = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
-"""(params, microbatch, shared) -> (loss, sums): the microbatch's part of both."""
+LossFn = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
+"""(params, inputs, microbatch, shared) -> (loss, sums): the microbatch's part of both. The gradient
+of `inputs` is what was seen in their place (`strategies.model_state`)."""
+Whole = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+"""(params, inputs, batch, shared) -> (sums, gradients, seen)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +49,11 @@ class Accumulation:
     def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step; see `Runner`."""
 
-        def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
+        def loss(
+            params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+        ) -> tuple[jax.Array, Sums]:
             seeds, key = shared
-            sums = parts.sums(params, batch, key, self.stack)
+            sums = parts.sums(params, inputs, batch, key, self.stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
@@ -60,7 +65,7 @@ class Accumulation:
 
         def sums(params: PyTree, batch: PyTree) -> Sums:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
-                return None, parts.sums(params, batch, None, self.stack)
+                return None, parts.sums(params, None, batch, None, self.stack)
 
             return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
 
@@ -69,7 +74,7 @@ class Accumulation:
 
 def make_gradients(
     loss: LossFn, placement: Placement, *, microbatches: int, dtypes: Policy
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+) -> Whole:
     """Wraps a loss into the gradient function of a whole step.
 
     Args:
@@ -79,7 +84,8 @@ def make_gradients(
         dtypes: what several gradients are added up in, and what they cross the network in.
 
     Returns:
-        (params, batch, shared) -> (sums, gradients); batch leaves are [microbatches, batch, ...].
+        (params, inputs, batch, shared) -> (sums, gradients, seen); batch leaves are
+        [microbatches, batch, ...].
     """
     shards = data_degree(placement.mesh)
     if microbatches == 1 and (shards == 1 or not dtypes.reduces_wider):
@@ -91,47 +97,68 @@ def make_gradients(
         reduce = dtypes.reduce_dtype(summed=True)
         gradients = _reduced_once(loss, placement, dtypes.accumulate, reduce)
 
-    def placed(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        sums, grads = gradients(params, batch, shared)
-        return sums, constrain_tree(grads, placement.optimizer)
+    def placed(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        sums, grads, seen = gradients(params, inputs, batch, shared)
+        return sums, constrain_tree(grads, placement.optimizer), seen
 
     return placed
 
 
-def _grad(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """(params, microbatch, shared) -> (gradients, sums)."""
-    return jax.grad(loss, has_aux=True)
+def _grad(
+    loss: LossFn,
+) -> Callable[[PyTree, PyTree, PyTree, PyTree], tuple[tuple[PyTree, PyTree], PyTree]]:
+    """(params, inputs, microbatch, shared) -> ((gradients, seen), sums)."""
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)
 
 
-def _single(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        grads, sums = _grad(loss)(params, jax.tree.map(lambda x: x[0], batch), shared)
-        return sums, grads
+def _single(loss: LossFn) -> Whole:
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        first = jax.tree.map(lambda x: x[0], batch)
+        (grads, seen), sums = _grad(loss)(params, inputs, first, shared)
+        return sums, grads, seen
 
     return gradients
 
 
-def _scattered_each(
-    loss: LossFn, placement: Placement, dtype: Any
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _added(total: PyTree, new: PyTree) -> PyTree:
+    """Gradients so far, and the largest that was seen so far."""
+    grads, seen = (
+        jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[0], new[0]),
+        jax.tree.map(jnp.maximum, total[1], new[1]),
+    )
+    return grads, seen
+
+
+def _summed(apart: jax.Array) -> jax.Array:
+    """The sum over data shards, in the dtype that it has: `jnp.sum` would widen 16 bits first."""
+    zero = jnp.zeros((), apart.dtype)
+    total: jax.Array = jax.lax.reduce(apart, zero, jax.lax.add, (0,))
+    return total
+
+
+def _scattered_each(loss: LossFn, placement: Placement, dtype: Any) -> Whole:
     """Adds up gradients that are each whole (one data shard) or each scattered (ZeRO 2-3)."""
 
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-            grads, sums = _grad(loss)(params, part, shared)
-            grads = constrain_tree(grads, placement.gradients)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
+            (grads, seen), sums = _grad(loss)(params, inputs, part, shared)
+            return _added(total, (constrain_tree(grads, placement.gradients), seen)), sums
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-        total, sums = jax.lax.scan(body, constrain_tree(zeros, placement.gradients), batch)
-        return jax.tree.map(lambda s: s.sum(0), sums), total
+        begin = constrain_tree(zeros, placement.gradients), jax.tree.map(jnp.zeros_like, inputs)
+        (grads, seen), sums = jax.lax.scan(body, begin, batch)
+        return jax.tree.map(lambda s: s.sum(0), sums), grads, seen
 
     return gradients
 
 
-def _reduced_once(
-    loss: LossFn, placement: Placement, dtype: Any, reduce: Any
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _reduced_once(loss: LossFn, placement: Placement, dtype: Any, reduce: Any) -> Whole:
     """Keeps the sums of each data shard apart, in a leading dim split over the data axes."""
     mesh = placement.mesh
     axes = data_axes(mesh)
@@ -140,9 +167,11 @@ def _reduced_once(
     def apart(sharding: NamedSharding) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(axes, *sharding.spec))
 
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
         per_shard = jax.vmap(
-            _grad(loss), in_axes=(None, 0, None), axis_name=MAPPED, spmd_axis_name=axes
+            _grad(loss), in_axes=(None, None, 0, None), axis_name=MAPPED, spmd_axis_name=axes
         )
         apart_each = jax.tree.map(apart, placement.computed)
 
@@ -155,12 +184,16 @@ def _reduced_once(
                 part,
             )
             with mapped_over(*DATA_AXES):
-                grads, sums = per_shard(params, part, shared)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
+                new, sums = per_shard(params, inputs, part, shared)
+            return _added(total, new), sums
 
-        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), dtype), params)
-        total, sums = jax.lax.scan(body, constrain_tree(zeros, apart_each), batch)
+        def zeros(like: PyTree, kind: Any = None) -> PyTree:
+            return jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), kind or p.dtype), like)
+
+        begin = constrain_tree(zeros(params, dtype), apart_each), zeros(inputs)
+        (grads, seen), sums = jax.lax.scan(body, begin, batch)
         sums = jax.tree.map(lambda s: s.sum((0, 1)), sums)
-        return sums, jax.tree.map(lambda g: g.astype(reduce).sum(0), total)
+        grads = jax.tree.map(lambda g: _summed(g.astype(reduce)), grads)
+        return sums, grads, jax.tree.map(lambda s: s.max(0), seen)
 
     return gradients

@@ -17,8 +17,9 @@ from shardtrain.strategies.stack import Stack
 
 PyTree = Any
 Sums = dict[str, jax.Array]
-Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
-"""(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
+Gradients = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[Sums, PyTree, PyTree]]
+"""(params, inputs, batch, (seeds, key)) -> (sums with the `loss`, gradients, what was seen); for a
+whole step. `inputs` are those of a `ModelState`."""
 
 LAYERS = "layers"
 """Where the tree of parameters holds the stacked layers."""
@@ -42,8 +43,9 @@ class Cut:
 class Parts:
     """A workload's loss over a microbatch."""
 
-    sums: Callable[[PyTree, PyTree, jax.Array | None, Stack], Sums]
-    """(params, batch, key, stack) -> the sum of each term."""
+    sums: Callable[[PyTree, PyTree, PyTree, jax.Array | None, Stack], Sums]
+    """(params, inputs, batch, key, stack) -> the sum of each term; `inputs` None = as there is no
+    state to read, when evaluating."""
     value: Callable[[Sums, PyTree], jax.Array]
     """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None

@@ -71,10 +71,13 @@ class Pipeline:
         """
         region = _Region(self, parts, _cut(parts), placement, dtypes)
 
-        def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
+        def gradients(
+            params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+        ) -> tuple[Sums, PyTree, PyTree]:
+            assert not jax.tree.leaves(inputs), "refused with the config"
             specs = (PartitionSpec(), manual_specs(placement.optimizer))
             sums, grads = region.mapped(region.gradients, specs)(params, batch, shared)
-            return sums, constrain_tree(grads, placement.optimizer)
+            return sums, constrain_tree(grads, placement.optimizer), inputs
 
         return gradients
 

@@ -24,6 +24,7 @@ from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
+from shardtrain.strategies.model_state import ModelState
 from shardtrain.strategies.order import (
     LayerOrder,
     grows_with_layers,
@@ -41,6 +42,7 @@ from shardtrain.train.step import (
     Metrics,
     make_evaluation,
     make_gradient_fn,
+    make_model_state,
     make_parts,
     make_step,
     products_in_layers,
@@ -135,7 +137,11 @@ class Program:
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
         no: Any = False
         scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
-        return TrainState(no, no, params, opt_state, key=no, skipped=no, loss_scale=scale)
+        # Its layers are always as the model has them.
+        handed_on = jax.tree.map(lambda _: no, jax.eval_shape(self.handing_on.init))
+        return TrainState(
+            no, no, params, opt_state, key=no, skipped=no, loss_scale=scale, model_state=handed_on
+        )
 
     @cached_property
     def _sweep(self) -> Sweep:
@@ -218,6 +224,7 @@ class Program:
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
+            model_state=self.handing_on.init(),
         )
 
     def _stacked_at_rest(self, master: PyTree) -> PyTree:
@@ -272,6 +279,12 @@ class Program:
         return jax.tree.map(where, self.abstract_saved.params, self.placement.optimizer)
 
     @cached_property
+    def handing_on(self) -> ModelState:
+        """What steps hand on besides parameters."""
+        shapes = nnx.to_pure_dict(self._abstract[1])
+        return make_model_state(self.policy.words, shapes, self.placement.names)
+
+    @cached_property
     def parts(self) -> Parts:
         """The loss as functions of plain trees."""
         shapes = nnx.to_pure_dict(self._abstract[1])
@@ -285,7 +298,7 @@ class Program:
         whole = make_gradient_fn(
             self.task, gradients, self.placement, self.policy.compute, self.layout.arrange
         )
-        return make_step(whole, self.optimizer, self.scaling, self.skip_limit)
+        return make_step(whole, self.optimizer, self.scaling, self.skip_limit, self.handing_on)
 
     @cached_property
     def step(self) -> Any:

@@ -151,7 +151,10 @@ class TrainStep:
         """The gradients of a whole step; see `train.step.GradientFn`."""
         placement = self.placement
 
-        def loss(params: PyTree, part: PyTree, seeds: PyTree) -> tuple[Array, Metrics]:
+        def loss(
+            params: PyTree, inputs: PyTree, part: PyTree, seeds: PyTree
+        ) -> tuple[Array, Metrics]:
+            del inputs  # a loss of somebody's own has no state
             (batch, keys), (total, scale) = part, seeds
             value = self.loss(params, batch, keys)
             value = value.astype(sum_dtype(value.dtype))
@@ -166,16 +169,17 @@ class TrainStep:
         )
 
         def gradients(
-            params: PyTree, batch: PyTree, key: Array, scale: Array | float
-        ) -> tuple[Metrics, PyTree]:
+            params: PyTree, inputs: PyTree, batch: PyTree, key: Array, scale: Array | float
+        ) -> tuple[Metrics, PyTree, PyTree]:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
             params = cast_at_rest(params, self.optimizer.policy.compute, placement.params)
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
-                metrics, grads = accumulated(params, parts, (self.weight(batch), scale))
-            return {"loss": metrics["loss"] / scale}, grads
+                shared = (self.weight(batch), scale)
+                metrics, grads, seen = accumulated(params, inputs, parts, shared)
+            return {"loss": metrics["loss"] / scale}, grads, seen
 
         return gradients
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardtrain.errors import ConfigError
 from shardtrain.ops.dense import dense
-from shardtrain.ops.fp8 import E4M3, E5M2, LayersInFp8, scaled
+from shardtrain.ops.fp8 import E4M3, E5M2, LayersInFp8, largest_of, scaled
 
 KINDS = [(E4M3, ml_dtypes.float8_e4m3fn, 256), (E5M2, ml_dtypes.float8_e5m2, 2**15)]
 
@@ -22,7 +22,7 @@ KINDS = [(E4M3, ml_dtypes.float8_e4m3fn, 256), (E5M2, ml_dtypes.float8_e5m2, 2**
 def test_rounding_is_that_of_the_format(kind: Any, numpy_kind: Any, top: int, dtype: Any) -> None:
     """Against ml_dtypes; the largest entry lies in the upper half of the range, so none is lost."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=4096) * 37.5, dtype)
-    q = scaled(x, kind)
+    q = scaled(x, kind, largest_of(x))
     scale = float(q.scale)
     assert math.log2(scale) == round(math.log2(scale))
     assert top / 2 <= float(jnp.abs(x).max()) / scale < top
@@ -32,7 +32,8 @@ def test_rounding_is_that_of_the_format(kind: Any, numpy_kind: Any, top: int, dt
 
 @pytest.mark.parametrize("value", [0.0, 2e-38, 3e38, -1.0])
 def test_any_size_has_a_scale(value: float) -> None:
-    q = scaled(jnp.full(4, value, jnp.float32), E4M3)
+    x = jnp.full(4, value, jnp.float32)
+    q = scaled(x, E4M3, largest_of(x))
     assert np.isfinite(np.asarray(q.values, np.float32)).all()
     np.testing.assert_allclose(np.asarray(q.values, np.float32) * float(q.scale), value, rtol=0.07)
 
@@ -40,7 +41,8 @@ def test_any_size_has_a_scale(value: float) -> None:
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_what_is_no_number_is_not_hidden(value: float, kind: Any) -> None:
-    q = scaled(jnp.asarray([1.0, value], jnp.float32), kind)
+    x = jnp.asarray([1.0, value], jnp.float32)
+    q = scaled(x, kind, largest_of(x))
     assert not np.isfinite(np.asarray(q.values, np.float32)[1])
 
 
@@ -67,7 +69,7 @@ def test_product_and_gradients_are_of_rounded_operands() -> None:
     y, dx, dw = product(x, w, 0, LayersInFp8(1))
 
     def rounded(a: Any, kind: Any) -> np.ndarray:
-        q = scaled(jnp.asarray(a, jnp.float32), kind)
+        q = scaled(jnp.asarray(a, jnp.float32), kind, largest_of(jnp.asarray(a, jnp.float32)))
         return np.asarray(q.values, np.float64) * float(q.scale)
 
     qx, qw = rounded(x, E4M3).reshape(-1, 32), rounded(w, E4M3)
