@@ -192,21 +192,14 @@ def _train(_options: Train, config: RunConfig) -> int:
 
 def _verify(options: Verify, config: RunConfig) -> int:
     _devices(config)
+    steps, shrink = options.steps, options.shrink
     if options.precision:
         from shardtrain.commands_precision import precision_command
 
-        if options.shrink:
-            raise ConfigError(
-                "a shrunken model says nothing of a loss",
-                where="--shrink",
-                cure="leave out one of --shrink and --precision",
-            )
-        steps = options.steps or config.run.steps
-        return precision_command(config, steps=steps, json=options.json)
+        return precision_command(config, steps=steps, shrink=shrink, json=options.json)
     from shardtrain.commands import verify_command
 
-    steps = options.steps or 3
-    return verify_command(config, steps=steps, shrink=options.shrink, json=options.json)
+    return verify_command(config, steps=steps or 3, shrink=shrink, json=options.json)
 
 
 def _prepare(options: Prepare) -> int:

@@ -47,15 +47,21 @@ def precision_gap(config: RunConfig, *, steps: int) -> Gap:
         return loss_gap((own.program, own.batch_at), theirs, steps=steps)
 
 
-def precision_command(config: RunConfig, *, steps: int, json: bool) -> int:
-    """`shardtrain verify --precision`: 0 within the limit, 1 beyond."""
-    gap = precision_gap(config, steps=steps)
+def precision_command(config: RunConfig, *, steps: int, shrink: bool, json: bool) -> int:
+    """`shardtrain verify --precision`: 0 within the limit, 1 beyond; 0 steps = all of the run."""
+    if shrink:
+        raise ConfigError(
+            "a shrunken model says nothing of a loss",
+            where="--shrink",
+            cure="leave out one of --shrink and --precision",
+        )
+    gap = precision_gap(config, steps=steps or config.run.steps)
     if json:
         print(
             json_.dumps(
                 {
                     "precision": gap.precision,
-                    "steps": steps,
+                    "steps": len(gap.found),
                     "final": gap.final,
                     "largest": gap.largest,
                     "largest_at": gap.step,
@@ -71,7 +77,7 @@ def precision_command(config: RunConfig, *, steps: int, json: bool) -> int:
     console = Console(highlight=False)
     console.print("  step  float32      here       gap (of smoothed losses)", markup=False)
     for row in range(1, _ROWS + 1):
-        at = max(row * steps // _ROWS, 1) - 1
+        at = max(row * len(gap.found) // _ROWS, 1) - 1
         wide, own = gap.float32[at], gap.found[at]
         console.print(f"{at + 1:6d}  {wide:7.4f}  {own:8.4f}  {gap.smoothed[at]:+9.3%}")
     verdict = "within" if gap.within else "BEYOND"

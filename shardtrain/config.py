@@ -15,11 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
 from shardtrain.config_keys import section_faults
+from shardtrain.config_precision import mesh_precision_faults, precision_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig
 from shardtrain.errors import ConfigError, raise_all
 from shardtrain.models.config import TransformerConfig
-from shardtrain.optim.config import WITH_SECOND_MOMENT, OptimizerConfig
+from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
@@ -29,8 +30,6 @@ from shardtrain.strategies.config import (
     PipelineConfig,
     TrainConfig,
 )
-from shardtrain.strategies.precision_words import WHERE as PRECISION
-from shardtrain.strategies.precision_words import decay_fault, parse_precision
 from shardtrain.tasks.config import LanguageModelConfig
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
@@ -217,7 +216,8 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     faults += model_faults(model, data)
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
     faults += _loss_faults(config, degrees["context"])
-    faults += _layout_precision_faults(config, degrees) if not faults else []
+    if not faults:
+        faults += mesh_precision_faults(config.train.precision, config.sharding.zero, degrees)
     faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults
 
@@ -277,7 +277,6 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
         parse_chaos(config.run.chaos, config.run.seed)
     except ConfigError as fault:
         faults.append(fault)
-    faults += _precision_faults(config)
     if data.tokenizer not in TOKENIZERS and not data.tokenizer.endswith(".json"):
         near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
         faults.append(
@@ -290,6 +289,7 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
             )
         )
     train = config.train
+    faults += precision_faults(train.precision, config.model, config.optimizer)
     if train.loss_scale < train.loss_scale_floor:
         faults.append(
             ConfigError(
@@ -307,62 +307,6 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
             )
         )
     return faults
-
-
-def _precision_faults(config: RunConfig) -> list[ConfigError]:
-    """Why there is no such precision, or not for this model and optimizer."""
-    text = config.train.precision
-    try:
-        words = parse_precision(text)
-    except ConfigError as fault:
-        return [fault]
-    faults: list[ConfigError] = []
-    if config.model.attention == "cudnn" and words.compute not in ("bfloat16", "float16"):
-        faults.append(
-            ConfigError(
-                f'train.precision="{text}" has no such kernel; use "bfloat16" or "float16", '
-                'or model.attention="auto"',
-                where='model.attention="cudnn"',
-            )
-        )
-    optimizer = config.optimizer
-    beta2 = optimizer.beta2 if optimizer.name in WITH_SECOND_MOMENT else 0.0
-    if (stuck := decay_fault(words, beta2)) is not None:
-        faults.append(stuck)
-    if words.first + words.last >= config.model.num_layers > 0 and words.products:
-        faults.append(
-            ConfigError(
-                f"model.num_layers={config.model.num_layers} leaves no layer in fp8; "
-                "use fewer, or bfloat16",
-                where=f"{PRECISION}, first={words.first}, last={words.last}",
-            )
-        )
-    return faults
-
-
-def _layout_precision_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
-    """Why there is no such precision on this mesh."""
-    words, zero = parse_precision(config.train.precision), config.sharding.zero
-    if words.products == "fp8_delayed" and degrees["pipeline"] > 1:
-        return [
-            ConfigError(
-                "a stage hands no scales on to the next step; use fp8, which scales each tensor by "
-                "its own largest entry, or mesh.pipeline=1",
-                where=f"{PRECISION}, mesh.pipeline={degrees['pipeline']}",
-                value=words.products,
-            )
-        ]
-    wider = words.reduce not in ("", words.compute)
-    alone = degrees["data"] == degrees["replica"] == 1
-    if not wider or zero < 2 or degrees["pipeline"] > 1 or alone:
-        return []
-    return [
-        ConfigError(
-            f"sharding.zero={zero} scatters each gradient as it is made, in {words.compute}; "
-            f"use sharding.zero=1, or reduce={words.compute}",
-            where=f"{PRECISION}, reduce={words.reduce}",
-        )
-    ]
 
 
 def _loss_faults(config: RunConfig, context: int) -> list[ConfigError]:

@@ -111,20 +111,16 @@ class Optimizer:
             # Scaled here and not inside the transformation: the norm is that of all leaves.
             grads = jax.tree.map(lambda g: widened(g, wide) * jnp.asarray(factor, wide), grads)
             master = state[MASTER] if self.policy.has_master else at_rest(params)
-            before = widened_tree(master, wide)
+            old = {"transform": state["transform"]}
+            before, moments = (widened_tree(tree, wide) for tree in (master, old))
             # optax itself counts on mixed dtypes being promoted; ours do not.
             with jax.numpy_dtype_promotion("standard"):
-                direction, inner = transform.update(
-                    grads, widened_tree(state["transform"], wide), before
-                )
+                direction, inner = transform.update(grads, moments["transform"], before)
             new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, before, direction)
-            inner = self.rounding(
-                {"transform": inner}, {"transform": state["transform"]}, key, rows
-            )
             # Chosen where the state rests, before parameters spread: nothing more is held or sent.
-            new = jax.tree.map(hold, self.rounding(new, master, key, rows), master)
-            new = at_rest(new)
-            state = jax.tree.map(hold, inner, {"transform": state["transform"]})
+            new = at_rest(jax.tree.map(hold, self.rounding(new, master, key, rows), master))
+            inner = self.rounding({"transform": inner}, old, key, rows)
+            state = jax.tree.map(hold, inner, old)
             if self.policy.has_master:
                 state[MASTER] = new
             # Cast where it rests, then spread: half the bytes travel.
