@@ -30,6 +30,7 @@ from shardtrain.ops.fp8 import (
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
+from shardtrain.strategies.model_state import TENSORS
 from shardtrain.strategies.remat import PRODUCT
 
 Dims = tuple[int, ...]
@@ -230,12 +231,12 @@ def _forward_fp8(
     earlier: jax.Array | None,
 ) -> tuple[jax.Array, Kept]:
     seen = largest_of(x), largest_of(w)
-    to_x, to_w = (_scaled_by(earlier, place, own) for place, own in enumerate(seen))
-    kept = scaled(x, E4M3, to_x) if used is None else x
+    by = _unpacked(earlier)
+    kept = scaled(x, E4M3, seen[0], by[0]) if used is None else x
 
     def narrow() -> jax.Array:
-        qx = kept if isinstance(kept, Scaled) else scaled(kept, E4M3, to_x)
-        qw = scaled(w, E4M3, to_w)
+        qx = kept if isinstance(kept, Scaled) else scaled(kept, E4M3, seen[0], by[0])
+        qw = scaled(w, E4M3, seen[1], by[1])
         y = _forward_product(static, _operand(static, qx), _operand(static, qw))
         return y * (qx.scale * qw.scale).astype(y.dtype)
 
@@ -250,11 +251,11 @@ def _backward_fp8(
     sums = _bias_gradient(g, kept.bias)
     g = g.astype(static.dtype)
     seen = *kept.seen, largest_of(g)
-    to_x, to_w, to_g = (_scaled_by(earlier, place, own) for place, own in enumerate(seen))
+    by = _unpacked(earlier)
 
     def narrow() -> tuple[jax.Array, jax.Array]:
-        qx = x if isinstance(x, Scaled) else scaled(x, E4M3, to_x)
-        qw, qg = scaled(w, E4M3, to_w), scaled(g, E5M2, to_g)
+        qx = x if isinstance(x, Scaled) else scaled(x, E4M3, seen[0], by[0])
+        qw, qg = scaled(w, E4M3, seen[1], by[1]), scaled(g, E5M2, seen[2], by[2])
         operands = (_operand(static, q) for q in (qx, qw, qg))
         dx, dw = _backward_products(static, *operands)
         dx = dx * (qg.scale * qw.scale).astype(dx.dtype)
@@ -273,9 +274,9 @@ def _backward_fp8(
 _dense_fp8.defvjp(_forward_fp8, _backward_fp8)
 
 
-def _scaled_by(earlier: jax.Array | None, place: int, own: jax.Array) -> jax.Array:
-    """The largest entry that a tensor is scaled by: that of earlier steps, where there were any."""
-    return own if earlier is None else jnp.where(earlier[place] > 0, earlier[place], own)
+def _unpacked(earlier: jax.Array | None) -> list[jax.Array | None]:
+    """The largest entries of earlier steps: of activation, weight and gradient."""
+    return [None] * TENSORS if earlier is None else [earlier[i] for i in range(TENSORS)]
 
 
 def _operand(static: Static, x: Scaled) -> jax.Array:

@@ -40,29 +40,36 @@ class Scaled(NamedTuple):
     """A power of two, float32."""
 
 
-def scaled(x: jax.Array, dtype: Any, largest: jax.Array) -> Scaled:
-    """A tensor in 8 bits, so that an entry of size `largest` lies in the upper half of their range.
+def scaled(
+    x: jax.Array, dtype: Any, largest: jax.Array, earlier: jax.Array | None = None
+) -> Scaled:
+    """A tensor in 8 bits, its largest entry scaled into the upper half of their range.
 
-    Larger entries are cut off. What is no number stays none: it is not for a product to hide it.
+    What is no number stays none: it is not for a product to hide it.
 
     Args:
         x: any floats.
         dtype: `E4M3` or `E5M2`.
-        largest: its own largest entry (`largest_of`), or that of earlier steps.
+        largest: its own largest entry, from `largest_of`.
+        earlier: what is taken for that instead, if it is more than zero; what is larger is cut off.
 
     Example:
-        >>> x = scaled(jnp.asarray([3.0, 0.26]), E4M3, jnp.asarray(3.0))
+        >>> x = scaled(jnp.asarray([3.0, 0.26]), E4M3, jnp.float32(3.0))
         >>> x.values.astype(jnp.float32) * x.scale
-        Array([3.      , 0.265625], dtype=float32)
+        Array([3.  , 0.25], dtype=float32)
     """
-    # largest is in [2**e, 2**(e + 1)).
-    e = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127
+    by = largest if earlier is None else jnp.where(earlier > 0, earlier, largest)
+    # `by` is in [2**e, 2**(e + 1)).
+    e = (lax.bitcast_convert_type(by, jnp.int32) >> 23) - 127
     shift = jnp.clip(_TOP[dtype] - 1 - e, -126, 126)
-    shift = jnp.where((largest > 0) & jnp.isfinite(largest), shift, 0)
-    moved = x.astype(jnp.float32) * _power(shift)
-    top = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
-    moved = jnp.where(jnp.isfinite(moved), jnp.clip(moved, -top, top), jnp.nan)
-    return Scaled(moved.astype(dtype), _power(-shift))
+    shift = jnp.where((by > 0) & jnp.isfinite(by), shift, 0)
+    values, scale = x.astype(jnp.float32) * _power(shift), _power(-shift)
+    if earlier is not None:
+        top = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        values = lax.clamp(-top, values, top)
+        # An infinite entry was cut off too.
+        scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    return Scaled(values.astype(dtype), scale)
 
 
 def largest_of(x: jax.Array) -> jax.Array:

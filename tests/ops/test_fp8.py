@@ -46,6 +46,13 @@ def test_what_is_no_number_is_not_hidden(value: float, kind: Any) -> None:
     assert not np.isfinite(np.asarray(q.values, np.float32)[1])
 
 
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_nor_is_it_where_large_entries_are_cut_off(value: float) -> None:
+    x = jnp.asarray([1.0, value], jnp.float32)
+    q = scaled(x, E4M3, largest_of(x), jnp.float32(1.0))
+    assert not np.isfinite(np.asarray(q.values, np.float32) * float(q.scale)).any()
+
+
 def product(x: jax.Array, w: jax.Array, index: int, wrap: Any) -> tuple[jax.Array, ...]:
     """A layer's product and its gradients."""
 
