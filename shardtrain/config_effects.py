@@ -72,6 +72,8 @@ def ineffective_settings(
         if key in given:
             value = getattr(getattr(config, section), name)
             lines.append(f"{key}={value} has no effect: {reason}")
+    for part, reason in _idle_parts(config, degrees or config.mesh.model_dump()):
+        lines.append(f"train.precision: {part} has no effect: {reason}")
     warmup, steps = config.optimizer.warmup_steps, config.run.steps
     if warmup > steps > 0:
         lines.append(
@@ -131,6 +133,18 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         yield "offload.fraction", "nothing is offloaded"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
+
+
+def _idle_parts(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Parts of the precision that are said and do nothing."""
+    text, piped = config.train.precision, sizes["pipeline"] > 1
+    words = parse_precision(text)
+    if words.reduce and sizes["data"] == sizes["replica"] == 1:
+        yield f"reduce={words.reduce}", "mesh.data=1 sums no gradients over data shards"
+    if "accumulate=" in text and config.train.microbatches == 1 and not piped:
+        yield f"accumulate={words.accumulate}", "train.microbatches=1 adds up nothing"
+    if config.optimizer.name == "sgd" and config.optimizer.momentum == 0 and "moments=" in text:
+        yield f"moments={words.moments}", "sgd without momentum has none"
 
 
 def _pipeline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
