@@ -107,7 +107,7 @@ def _figures(run: Run, timings: Timings) -> Figures:
         "mfu": None if mfu is None else round(mfu, 4),
         "first_step_s": round(timings.first, 2),
         "final_loss": round(timings.losses[-1], 4),
-        "dtype": DTYPES[config.train.precision],
+        "dtype": DTYPES.get(config.train.precision, config.train.precision),
         "gflops": round(flops / median / 1e9, 1),
         "ms_step_min": round(min(timings.seconds) * 1e3, 1),
         "ms_step_max": round(max(timings.seconds) * 1e3, 1),

@@ -67,10 +67,13 @@ class Verify:
 
     config: Source = "quickstart"
     """A TOML file, a run folder, or a shipped config."""
-    steps: int = 3
-    """Updates to compare."""
+    steps: int = 0
+    """Updates to compare. 0 = 3, or `run.steps` with --precision."""
     shrink: bool = False
     """Use a small model of the same shape."""
+    precision: bool = False
+    """Compare train.precision with float32 instead: train both, and hold the gap of their losses
+    against what is published."""
     json: bool = False
     """Print JSON and nothing else."""
 
@@ -189,9 +192,14 @@ def _train(_options: Train, config: RunConfig) -> int:
 
 def _verify(options: Verify, config: RunConfig) -> int:
     _devices(config)
+    steps, shrink = options.steps, options.shrink
+    if options.precision:
+        from shardtrain.commands_precision import precision_command
+
+        return precision_command(config, steps=steps, shrink=shrink, json=options.json)
     from shardtrain.commands import verify_command
 
-    return verify_command(config, steps=options.steps, shrink=options.shrink, json=options.json)
+    return verify_command(config, steps=steps or 3, shrink=shrink, json=options.json)
 
 
 def _prepare(options: Prepare) -> int:

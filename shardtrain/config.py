@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
 from shardtrain.config_keys import section_faults
+from shardtrain.config_offload import offload_faults
+from shardtrain.config_precision import mesh_precision_faults, precision_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig
 from shardtrain.errors import ConfigError, raise_all
@@ -216,6 +218,8 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     faults += model_faults(model, data)
     faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
     faults += _loss_faults(config, degrees["context"])
+    if not faults:
+        faults += mesh_precision_faults(config.train.precision, config.sharding.zero, degrees)
     faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults
 
@@ -270,7 +274,7 @@ def _time_faults(config: RunConfig) -> list[ConfigError]:
 
 def _choice_faults(config: RunConfig) -> list[ConfigError]:
     faults: list[ConfigError] = []
-    data, model, precision = config.data, config.model, config.train.precision
+    data = config.data
     try:
         parse_chaos(config.run.chaos, config.run.seed)
     except ConfigError as fault:
@@ -287,6 +291,7 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
             )
         )
     train = config.train
+    faults += precision_faults(train.precision, config.model, config.optimizer)
     if train.loss_scale < train.loss_scale_floor:
         faults.append(
             ConfigError(
@@ -303,34 +308,7 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 cure='train.remat="budget" and, say, train.memory_budget="70GiB"; or neither',
             )
         )
-    if host_names(train.remat) and config.offload.parameters != "device":
-        faults.append(
-            ConfigError(
-                'offload.parameters="host" makes the same layers by a backward of its own; keep '
-                "what is kept on the device, or the parameters",
-                where=f'train.remat="{train.remat}"',
-            )
-        )
-    offload = config.offload
-    has_masters = precision in ("bfloat16", "float16")
-    there = offload.optimizer == "host" and (offload.master == "host" or not has_masters)
-    if offload.update == "host" and not (there and offload.fraction == 1):
-        faults.append(
-            ConfigError(
-                "the host can update only what rests there",
-                where='offload.update="host"',
-                cure='offload.optimizer="host", in mixed precision offload.master="host" too, and '
-                "offload.fraction=1",
-            )
-        )
-    if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
-        faults.append(
-            ConfigError(
-                f'train.precision="{precision}" has no such kernel; use "bfloat16" or "float16", '
-                'or model.attention="auto"',
-                where='model.attention="cudnn"',
-            )
-        )
+    faults += offload_faults(config.offload, train)
     return faults
 
 

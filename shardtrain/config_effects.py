@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import BaseModel
 
 from shardtrain.config import RunConfig
+from shardtrain.optim.config import WITH_SECOND_MOMENT
+from shardtrain.strategies.precision_words import parse_precision
 
-_ADAMS = ("adamw", "adam", "muon")
+_ADAMS = WITH_SECOND_MOMENT
 
 
 def explicit_keys(config: RunConfig) -> set[str]:
@@ -70,6 +72,8 @@ def ineffective_settings(
         if key in given:
             value = getattr(getattr(config, section), name)
             lines.append(f"{key}={value} has no effect: {reason}")
+    for part, reason in _idle_parts(config, degrees or config.mesh.model_dump()):
+        lines.append(f"train.precision: {part} has no effect: {reason}")
     warmup, steps = config.optimizer.warmup_steps, config.run.steps
     if warmup > steps > 0:
         lines.append(
@@ -115,14 +119,15 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if config.sharding.zero and sizes["data"] * sizes["context"] == 1:
         yield "sharding.zero", "mesh.data=1 leaves nothing to split over"
-    if config.train.precision != "float16":
+    words = parse_precision(config.train.precision)
+    if words.compute != "float16":
         for key in ("", "_window", "_hysteresis", "_floor"):
             yield (
                 f"train.loss_scale{key}",
                 f'train.precision="{config.train.precision}" needs no loss scale',
             )
     offload = config.offload
-    if config.train.precision not in ("bfloat16", "float16"):
+    if not words.has_master:
         yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
     if offload.parameters != "device" and sizes["pipeline"] == 1:
         yield "model.layer_loop", "layers that come from the host come in a loop"
@@ -131,6 +136,18 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         yield "offload.update", "nothing is offloaded"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
+
+
+def _idle_parts(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Parts of the precision that are said and do nothing."""
+    text, piped = config.train.precision, sizes["pipeline"] > 1
+    words = parse_precision(text)
+    if words.reduce and sizes["data"] == sizes["replica"] == 1:
+        yield f"reduce={words.reduce}", "mesh.data=1 sums no gradients over data shards"
+    if "accumulate=" in text and config.train.microbatches == 1 and not piped:
+        yield f"accumulate={words.accumulate}", "train.microbatches=1 adds up nothing"
+    if config.optimizer.name == "sgd" and config.optimizer.momentum == 0 and "moments=" in text:
+        yield f"moments={words.moments}", "sgd without momentum has none"
 
 
 def _pipeline(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

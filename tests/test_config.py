@@ -214,7 +214,11 @@ def test_a_number_in_quotes_is_refused_with_the_cure(tmp_path: Path) -> None:
         ("data.tokenizer", "bites", 'did you mean "bytes"?'),
         ("train.remat", "everything", "names among qkv, attention"),
         ("train.remat", "full,mlp", "names among qkv, attention"),
-        ("train.precision", "fp16", "allowed: float32, bfloat16, float16 or float64"),
+        (
+            "train.precision",
+            "fp16",
+            "allowed: float32, bfloat16, float16, fp8, fp8_delayed",
+        ),
         ("log.trackers", ["tensorboard", "wandbb"], "log.trackers: unknown value"),
         ("mesh.tensors", 2, "did you mean mesh.tensor?"),
         ("mehs.tensor", 2, "did you mean [mesh]?"),
@@ -594,6 +598,14 @@ def test_a_saved_config_gets_newer_keys() -> None:
         ({"model.position": "rope", "model.max_length": 64}, "model.max_length=64 has no effect"),
         ({"model.norm": "rmsnorm", "model.norm_bias": True}, "rmsnorm"),
         ({"sharding.zero": 1, "mesh.data": 1}, "sharding.zero=1 has no effect: mesh.data=1"),
+        (
+            {"train.precision": "bfloat16,reduce=float32", "mesh.data": 1},
+            "train.precision: reduce=float32 has no effect: mesh.data=1",
+        ),
+        (
+            {"train.precision": "bfloat16,accumulate=float32"},
+            "train.precision: accumulate=float32 has no effect: train.microbatches=1",
+        ),
         ({"sharding.sequence_parallel": True}, "mesh.tensor=1 leaves nothing to split"),
         ({"checkpoint.every": 11}, "checkpoint.every=11 has no effect: the run ends after 10"),
         ({"eval.every": 5, "eval.steps": 0}, "eval.steps=0 turns evaluation off"),

@@ -403,12 +403,38 @@ def test_parameters_of_nnx_keep_their_names():
     assert state.opt_state["master"]["up"]["kernel"].sharding.spec == spec("data", "tensor")
 
 
+def test_mixes_rest_as_they_say_and_round_by_chance():
+    """Two steps of two seeds round apart; wide parameters are cast inside, and learn."""
+
+    def trained(precision, seed=0):
+        step = st.make_train_step(
+            mean_loss, optax.adam(1e-2), initial(), st.make_mesh(), precision=precision, seed=seed
+        )
+        state = step.init(initial())
+        for x, y in [next(batches())] * 2:
+            state, _ = step(state, {"x": x, "y": y})
+        return state
+
+    narrow = "bfloat16,master=bfloat16,moments=bfloat16,rounding=stochastic"
+    one, same, other = (jax.device_get(trained(narrow, seed)) for seed in (0, 0, 1))
+    kinds = {leaf.dtype for leaf in jax.tree.leaves((one.params, one.opt_state)) if leaf.ndim}
+    assert kinds == {jnp.dtype(jnp.bfloat16)}
+    bits = [b"".join(x.tobytes() for x in jax.tree.leaves(s.params)) for s in (one, same, other)]
+    assert bits[0] == bits[1] != bits[2]
+    wide = trained("params=float32,compute=bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide.params)} == {jnp.dtype(jnp.float32)}
+
+
 def test_wrong_steps_are_refused():
     make_step = partial(st.make_train_step, mean_loss, optax.sgd(0.1), initial())
     with pytest.raises(st.ShardingError, match="unknown axis name of up"):
         make_step(st.make_mesh(), names=NAMES | {"up": ("in", "out")})
     with pytest.raises(st.ConfigError, match="unknown precision"):
         make_step(st.make_mesh(), precision="float8")
+    with pytest.raises(st.ConfigError, match="which products of a loss are in fp8"):
+        make_step(st.make_mesh(), precision="fp8")
+    with pytest.raises(st.ConfigError, match="at ZeRO 2 gradients are reduced as they are made"):
+        make_step(st.make_mesh(), zero=2, precision="bfloat16,reduce=float32")
     step = make_step(st.make_mesh(), microbatches=3)
     state = step.init(initial())
     message = "32 samples do not divide by 3 microbatches x 8 data shards"

@@ -313,7 +313,7 @@ def test_a_model_that_is_no_stack_is_refused() -> None:
     program = subject(Case(mesh="pp2", microbatches=4)).program
     whole = dataclasses.replace(program.parts, cut=None)
     with pytest.raises(ShardingError, match=r"mesh\.pipeline: this model is no stack"):
-        program.layout.runner.gradients(whole, program.placement, np.float32)
+        program.layout.runner.gradients(whole, program.placement, program.policy)
 
 
 @pytest.mark.usefixtures("wide_types")

@@ -17,9 +17,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from shardtrain.ops.fp8 import (
+    E4M3,
+    E5M2,
+    Scaled,
+    Used,
+    current_layer,
+    either,
+    largest_of,
+    scaled,
+)
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.rules import current
+from shardtrain.strategies.model_state import TENSORS
 from shardtrain.strategies.remat import PRODUCT
 
 Dims = tuple[int, ...]
@@ -92,7 +103,13 @@ def dense(
     bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     widen = how.canonical and x.dtype.itemsize == 2
-    y = _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
+    static = Static(widen, len(inner), transposed, x.dtype, result, platform() != "cpu")
+    layer = current_layer()
+    if layer is None:
+        y = _dense(static, x, w, bias)
+    else:
+        y = _dense_fp8(static, x, w, bias, *layer.next())
+    y = y.reshape(shape)
     named: jax.Array = checkpoint_name(y, PRODUCT)
     return named
 
@@ -103,7 +120,11 @@ class Static(NamedTuple):
     widen: bool
     contract: int
     transposed: bool
+    dtype: Any
+    """Of the operands, and of their gradients."""
     result: Any
+    eight: bool
+    """Whether products in fp8 take operands of 8 bits; on CPU they take the same numbers wider."""
 
     def inner(self, w: jax.Array) -> Dims:
         """Dims of the weight that the product sums over."""
@@ -117,11 +138,7 @@ class Static(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(static: Static, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    last = tuple(range(x.ndim - static.contract, x.ndim))
-    y = _dot(x, w, last, static.inner(w), jnp.float32 if static.widen else static.result)
-    if bias is not None:
-        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
-    return y.astype(static.result)
+    return _with_bias(static, _forward_product(static, x, w), bias)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -137,18 +154,134 @@ def _backward(
     static: Static, residuals: Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     x, w, bias = residuals
-    lead = tuple(range(x.ndim - static.contract))
-    last = tuple(range(len(lead), g.ndim))
-    sums = None if bias is None else g.astype(sum_dtype(g.dtype)).sum(lead).astype(bias.dtype)
-    g = g.astype(x.dtype)
-    wide = jnp.float32 if static.widen else None
-    dx = _dot(g, w, last, static.outer(w), wide).astype(x.dtype)
-    left, right = (g, x) if static.transposed else (x, g)
-    dw = _canonical_gradient(left, right) if static.widen else _dot(left, right, lead, lead, None)
-    return dx, dw.astype(w.dtype), sums
+    sums = _bias_gradient(g, bias)
+    dx, dw = _backward_products(static, x, w, g.astype(x.dtype))
+    return dx.astype(x.dtype), dw.astype(w.dtype), sums
 
 
 _dense.defvjp(_forward, _backward)
+
+
+def _forward_product(static: Static, x: jax.Array, w: jax.Array) -> jax.Array:
+    last = tuple(range(x.ndim - static.contract, x.ndim))
+    result = jnp.float32 if static.widen else static.result
+    return _dot(x, w, last, static.inner(w), result)
+
+
+def _backward_products(
+    static: Static, x: jax.Array, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of both operands."""
+    lead = tuple(range(x.ndim - static.contract))
+    last = tuple(range(len(lead), g.ndim))
+    dx = _dot(g, w, last, static.outer(w), jnp.float32 if static.widen else static.dtype)
+    left, right = (g, x) if static.transposed else (x, g)
+    if static.widen:
+        return dx, _canonical_gradient(left, right)
+    return dx, _dot(left, right, lead, lead, static.dtype)
+
+
+def _with_bias(static: Static, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+    return y.astype(static.result)
+
+
+def _bias_gradient(g: jax.Array, bias: jax.Array | None) -> jax.Array | None:
+    if bias is None:
+        return None
+    lead = tuple(range(g.ndim - bias.ndim))
+    return g.astype(sum_dtype(g.dtype)).sum(lead).astype(bias.dtype)
+
+
+# -- the same in fp8
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_fp8(
+    static: Static,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    used: Used,
+    earlier: jax.Array | None,
+) -> jax.Array:
+    return _forward_fp8(static, x, w, bias, used, earlier)[0]
+
+
+class Kept(NamedTuple):
+    """What the backward of a product in fp8 reads."""
+
+    x: jax.Array | Scaled
+    """In 8 bits where every layer is in fp8."""
+    w: jax.Array
+    bias: jax.Array | None
+    used: Used
+    seen: tuple[jax.Array, jax.Array]
+    """The largest entries of `x` and `w`."""
+    earlier: jax.Array | None
+
+
+def _forward_fp8(
+    static: Static,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    used: Used,
+    earlier: jax.Array | None,
+) -> tuple[jax.Array, Kept]:
+    seen = largest_of(x), largest_of(w)
+    by = _unpacked(earlier)
+    kept = scaled(x, E4M3, seen[0], by[0]) if used is None else x
+
+    def narrow() -> jax.Array:
+        qx = kept if isinstance(kept, Scaled) else scaled(kept, E4M3, seen[0], by[0])
+        qw = scaled(w, E4M3, seen[1], by[1])
+        y = _forward_product(static, _operand(static, qx), _operand(static, qw))
+        return y * (qx.scale * qw.scale).astype(y.dtype)
+
+    y = either(used, narrow, lambda: _forward_product(static, x, w))
+    return _with_bias(static, y, bias), Kept(kept, w, bias, used, seen, earlier)
+
+
+def _backward_fp8(
+    static: Static, kept: Kept, g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None, jax.Array | None]:
+    x, w, earlier = kept.x, kept.w, kept.earlier
+    sums = _bias_gradient(g, kept.bias)
+    g = g.astype(static.dtype)
+    seen = *kept.seen, largest_of(g)
+    by = _unpacked(earlier)
+
+    def narrow() -> tuple[jax.Array, jax.Array]:
+        qx = x if isinstance(x, Scaled) else scaled(x, E4M3, seen[0], by[0])
+        qw, qg = scaled(w, E4M3, seen[1], by[1]), scaled(g, E5M2, seen[2], by[2])
+        operands = (_operand(static, q) for q in (qx, qw, qg))
+        dx, dw = _backward_products(static, *operands)
+        dx = dx * (qg.scale * qw.scale).astype(dx.dtype)
+        return dx, dw * (qg.scale * qx.scale).astype(dw.dtype)
+
+    def wide() -> tuple[jax.Array, jax.Array]:
+        assert not isinstance(x, Scaled)
+        return _backward_products(static, x, w, g)
+
+    dx, dw = either(kept.used, narrow, wide)
+    # Not a gradient: what was seen goes where the state can be made of it (`LargestEntries`).
+    of_earlier = None if earlier is None else jnp.stack(seen)
+    return dx.astype(static.dtype), dw.astype(w.dtype), sums, None, of_earlier
+
+
+_dense_fp8.defvjp(_forward_fp8, _backward_fp8)
+
+
+def _unpacked(earlier: jax.Array | None) -> list[jax.Array | None]:
+    """The largest entries of earlier steps: of activation, weight and gradient."""
+    return [None] * TENSORS if earlier is None else [earlier[i] for i in range(TENSORS)]
+
+
+def _operand(static: Static, x: Scaled) -> jax.Array:
+    """What a product takes; the scales are powers of two, so the result can be scaled instead."""
+    return x.values if static.eight else x.values.astype(static.dtype)
 
 
 def _canonical_gradient(left: jax.Array, right: jax.Array) -> jax.Array:

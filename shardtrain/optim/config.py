@@ -3,9 +3,12 @@
 Owns: the keys, their types and their defaults. Does not own: the optimizers and schedules.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+WITH_SECOND_MOMENT: Final = ("adamw", "adam", "muon")
+"""Those with a mean of squares that `beta2` lets decay (muon: for what is no hidden matrix)."""
 
 
 class OptimizerConfig(BaseModel):

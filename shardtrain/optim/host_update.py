@@ -7,7 +7,6 @@ parameters come back; masters and moments do not move (ZeRO-Offload: Ren et al. 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +35,10 @@ class OnHost:
         self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
-        update = partial(advance, self.transform)
+
+        def update(*args: PyTree) -> tuple[PyTree, PyTree]:
+            return advance(self.transform, *args, None)
+
         new_params, new_state = on_host(update, numbers, grads, state, params)
         places = self.placement.optimizer_state(jax.eval_shape(lambda: state))
         new_params = jax.tree.map(

@@ -40,12 +40,11 @@ Numbers = tuple[Any, Any, Any]
 """What gradients are multiplied by, the learning rate, and whether anything moves: of one update,
 the same for all leaves."""
 Advance = Callable[
-    [optax.GradientTransformation, Numbers, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]
+    [optax.GradientTransformation, Numbers, PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]
 ]
-"""(transformation, numbers, gradients, state, parameters) -> (parameters, state), of any part of
-the leaves; all in one memory and resting like the optimizer's state."""
-
-
+"""(transformation, numbers, gradients, state, parameters, rows) -> (parameters, state), of any part
+of the leaves; all in one memory and resting like the optimizer's state. `rows`: which of the stack
+the stacked leaves have, None = all."""
 _One = Callable[..., tuple[PyTree, PyTree]]
 """The same with the numbers given."""
 
@@ -96,7 +95,7 @@ class Whole:
         self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
-        return advance(self.transform, numbers, grads, state, params)
+        return advance(self.transform, numbers, grads, state, params, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +151,7 @@ class Streamed:
             _nested({path: old.grads[path]}),
             _filled(part, old.to_device(state)),
             _nested({path: old.params[path]}),
+            None,
         )
         made = {path: old.to_rest(path, x) for path, x in leaves_by_path(new)}
         return dict(leaves_by_path(new_params)), made
@@ -187,6 +187,7 @@ class Streamed:
                 _nested({p: _row(old.grads[p], index, stages) for p in layers}),
                 _filled(part, here | shared),
                 _nested(at_hand | fetched),
+                index + count * jnp.arange(stages),
             )
             found, made = dict(leaves_by_path(new)), dict(leaves_by_path(new_params))
             # Read before it is written: otherwise a whole stack would be copied on the host.

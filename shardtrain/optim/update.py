@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from shardtrain.ops.sums import sum_dtype
+from shardtrain.optim.rounding import Nearest, Rounding
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Numbers, Sweep
 from shardtrain.sharding.placement import (
     Placement,
     leaves_by_path,
+    owner_of,
     path_name,
 )
 from shardtrain.sharding.tiers import MASTER
@@ -34,11 +36,24 @@ class Optimizer:
     clip_norm: float
     policy: Policy
     placement: Placement
+    rounding: Rounding = Nearest()  # noqa: RUF009  # frozen
+    """How what rests in fewer bits than it is updated in comes to them."""
 
     def init(self, master: PyTree) -> PyTree:
         """The state for parameters in the master dtype."""
-        state = {"transform": self.sweep.init(master)}
+        moments = self.sweep.init(cast(master, self.policy.wide))
+        state = {"transform": self._narrow(moments, dict(leaves_by_path(master)))}
         return {**state, MASTER: master} if self.policy.has_master else state
+
+    def _narrow(self, moments: PyTree, params: dict[str, Any]) -> PyTree:
+        """Those with an entry for each of a parameter, as they rest; factors and counts as made."""
+
+        def at_rest(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            owner = owner_of(path_name(path), params)
+            is_moment = owner and params[owner].shape == leaf.shape
+            return cast(leaf, self.policy.moments) if is_moment else leaf
+
+        return jax.tree.map_with_path(at_rest, moments)
 
     def update(
         self,
@@ -46,6 +61,7 @@ class Optimizer:
         state: PyTree,
         params: PyTree,
         update: jax.Array,
+        key: jax.Array,
         allowed: jax.Array | bool = True,
         scale: jax.Array | float = 1.0,
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
@@ -54,8 +70,9 @@ class Optimizer:
         Args:
             grads: the whole step's gradient, in any dtype, resting like the optimizer's state.
             state: as from `init`.
-            params: the parameters, in the compute dtype.
+            params: the parameters, as they rest.
             update: the number of this update, the first being 1.
+            key: the step's, for random bits.
             allowed: whether anything may move.
             scale: what the loss was multiplied by; `grad_norm` is without it.
 
@@ -70,7 +87,7 @@ class Optimizer:
         rate = self.schedule(update)
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         factor = factor / scale
-        wide = self.policy.master
+        wide = self.policy.wide
         places = dict(leaves_by_path(self.placement.optimizer))
 
         def at_rest(tree: PyTree) -> PyTree:
@@ -87,6 +104,7 @@ class Optimizer:
             grads: PyTree,
             state: PyTree,
             params: PyTree,
+            rows: Any,
         ) -> tuple[PyTree, PyTree]:
             factor, rate, moved = numbers
 
@@ -97,17 +115,20 @@ class Optimizer:
             # Scaled here and not inside the transformation: the norm is that of all leaves.
             grads = jax.tree.map(lambda g: widened(g, wide) * jnp.asarray(factor, wide), grads)
             master = state[MASTER] if self.policy.has_master else at_rest(params)
+            old = {"transform": state["transform"]}
+            before, moments = (widened_tree(tree, wide) for tree in (master, old))
             # optax itself counts on mixed dtypes being promoted; ours do not.
             with jax.numpy_dtype_promotion("standard"):
-                direction, inner = transform.update(grads, state["transform"], master)
+                direction, inner = transform.update(grads, moments["transform"], before)
+            new = jax.tree.map(lambda p, d: p - rate.astype(wide) * d, before, direction)
             # Chosen where the state rests, before parameters spread: nothing more is held or sent.
-            new = jax.tree.map(lambda p, d: hold(p - rate.astype(wide) * d, p), master, direction)
-            new = at_rest(new)
-            state = {"transform": jax.tree.map(hold, inner, state["transform"])}
+            new = at_rest(jax.tree.map(hold, self.rounding(new, master, key, rows), master))
+            inner = self.rounding({"transform": inner}, old, key, rows)
+            state = jax.tree.map(hold, inner, old)
             if self.policy.has_master:
                 state[MASTER] = new
             # Cast where it rests, then spread: half the bytes travel.
-            return at_rest(cast(new, self.policy.compute)), state
+            return at_rest(cast(new, self.policy.params)), state
 
         params, state = self.sweep(advance, (factor, rate, moved), grads, state, params)
         params = jax.tree.map(
@@ -132,6 +153,13 @@ def widened(x: jax.Array, dtype: Any) -> jax.Array:
     own = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]
     rounded: jax.Array = jax.lax.reduce_precision(wide, own.nexp, own.nmant)
     return rounded
+
+
+def widened_tree(tree: PyTree, dtype: Any) -> PyTree:
+    """The floating leaves of a tree as a type of at least as many bits; see `widened`."""
+    return jax.tree.map(
+        lambda x: widened(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:

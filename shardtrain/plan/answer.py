@@ -116,7 +116,7 @@ class Plan:
 
     def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs utilisation, in [0, 1]."""
-        precision = self.workload.program.policy.name
+        precision = self.workload.program.policy.words.kind
         flops = self.cluster.chip.flops
         peak = flops.get(precision) or flops["float16"]
         return candidate.cost.model_flops / (

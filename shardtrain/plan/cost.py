@@ -115,7 +115,9 @@ def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
     Raises:
         ConfigError: the chip's row lacks a figure that is needed.
     """
-    rates = chip_rates(cluster.chip, workload.program.policy.name)
+    words = workload.program.policy.words
+    wide_layers = min((words.first + words.last) / workload.model.num_layers, 1.0)
+    rates = chip_rates(cluster.chip, words.compute, wide_layers)
     groups = _groups(cluster, tuple(layout.degrees.items()))
     model = _Model(workload, layout, rates, groups)
     return Cost(
@@ -141,7 +143,9 @@ class Rates:
     """What a chip does a second, as far as it is reached."""
 
     products: float
-    """FLOP/s."""
+    """FLOP/s of products in what is computed with."""
+    eight: float
+    """FLOP/s of products in fp8."""
     memory: float
     """Bytes/s."""
     host: float
@@ -149,12 +153,20 @@ class Rates:
 
     def seconds(self, work: Work) -> tuple[float, float]:
         """Time of a piece's products, and of all else."""
-        products = max(work.flops / self.products, work.product_bytes / self.memory)
+        eight = sum(p.flops for p in work.products if p.dtype.startswith("float8"))
+        made = (work.flops - eight) / self.products + eight / self.eight
+        products = max(made, work.product_bytes / self.memory)
         return products, work.other_bytes / self.memory
 
 
-def chip_rates(chip: Chip, precision: str) -> Rates:
+def chip_rates(chip: Chip, precision: str, wide_layers: float = 0.0) -> Rates:
     """The rates of a chip at a precision.
+
+    Args:
+        chip: its row.
+        precision: what is computed with.
+        wide_layers: part of the layers that fp8 leaves out. A chip without products in 8 bits makes
+            them as those of `precision`, and so does XLA for it.
 
     Raises:
         ConfigError: its row does not give them.
@@ -171,8 +183,11 @@ def chip_rates(chip: Chip, precision: str) -> Rates:
             cure="give it in a TOML file of chips (--chips); docs/plan.md shows how",
         )
     reach = chip.products_reach or PRODUCTS_REACH
+    wide = chip.flops[kind]
+    eight = chip.flops.get("float8", wide)
     return Rates(
-        chip.flops[kind] * reach,
+        wide * reach,
+        reach / (wide_layers / wide + (1 - wide_layers) / eight),
         chip.memory_bandwidth * MEMORY_REACHES,
         (chip.host_link or _HOST_LINK) * HOST_LINK_REACHES,
     )

@@ -212,8 +212,9 @@ def expect(
     runs = passes.layer_tokens / (rows / microbatches * device_length * own)
     travels = _travels(program, state, on_host, 2 * runs)
     kept_there = ((kept_anywhere or 0) - (kept or 0)) * microbatches
-    is_summed = layout.runner.sums_gradients and placement.zero <= 1
-    gradient = policy.gradient_dtype(summed=is_summed)
+    gathered = policy.compute if placement.zero == 3 else policy.params
+    is_summed = layout.runner.sums_gradients or policy.reduces_wider
+    gradient = policy.reduce_dtype(summed=is_summed and placement.zero <= 1)
     vocab = model.vocab_size or vocab_size
     per_token = training_flops_per_token(model, vocab_size=vocab, length=length)
     return Expected(
@@ -227,7 +228,7 @@ def expect(
         loaded=travels.loaded + kept_there,
         stored=travels.stored + kept_there,
         loaded_again=travels.again,
-        parameter_width=width,
+        parameter_width=np.dtype(gathered).itemsize,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
         products_in_kernels=products[1],
@@ -258,7 +259,7 @@ def _travels(
                 strict=True,
             )
         ]
-        narrow: int = np.dtype(policy.compute).itemsize
+        narrow: int = np.dtype(policy.params).itemsize
         here = narrow * sum(size for size, is_away in sizes if not is_away)
         return Travels(
             loaded=away * reads,

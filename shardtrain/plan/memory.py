@@ -81,7 +81,7 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         gradients=held.gradients,
         activations=held.activations,
         logits=held.logits,
-        buffers=max(held.buffers, streamed),
+        buffers=max(held.buffers, streamed) + _casts(workload, layout, state),
         batch=4.0 * words * tokens,
         host=host + kept,
     )
@@ -107,6 +107,15 @@ def _streamed(workload: Workload, layout: Layout, state: State) -> float:
     return max(_IN_FLIGHT * a_layer, 2.0 * each * ends)
 
 
+def _casts(workload: Workload, layout: Layout, state: State) -> float:
+    """What parameters that rest wider are cast to at the beginning of a step."""
+    policy, entries = workload.program.policy, state.entries
+    if policy.params == policy.compute:
+        return 0.0
+    resting = entries.split if layout.zero >= 3 else entries.used
+    return float(jnp.dtype(policy.compute).itemsize * resting)
+
+
 @dataclass(frozen=True)
 class _Held:
     gradients: float
@@ -124,6 +133,10 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     activations = layers * samples * kept.device + _IN_FLIGHT * samples * kept.host
     made = narrow * (entries.split if layout.zero >= 1 else entries.used)
     sums = 0.0
+    if layout.microbatches == 1 and workload.program.policy.reduces_wider:
+        # Each leaf is widened as it is sent.
+        made = narrow * entries.used
+        sums = wide * (entries.split if layout.zero >= 1 else entries.used)
     if layout.microbatches > 1:
         made = narrow * (entries.split if layout.zero >= 2 else entries.used)
         sums = wide * (entries.split if layout.zero >= 2 else entries.used)

@@ -162,9 +162,10 @@ Row = tuple[Kind, tuple[str, ...], float, float, bool]
 
 def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
     policy, entries = workload.program.policy, workload.state(layout).entries
-    summed = layout.microbatches > 1 or layout.pipeline > 1
+    summed = layout.microbatches > 1 or layout.pipeline > 1 or policy.reduces_wider
     narrow = jnp.dtype(policy.compute).itemsize
-    wide = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
+    wide = jnp.dtype(policy.reduce_dtype(summed=summed)).itemsize
+    resting = jnp.dtype(policy.params).itemsize
     times = layout.microbatches
     if layout.pipeline > 1:
         ends = entries.ends if layout.zero == 0 else entries.split_ends
@@ -185,13 +186,18 @@ def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
         kind: Kind = "all-reduce" if whole else "reduce-scatter"
         yield kind, shards, wide * entries.used, 1, not summed
     else:
-        yield "reduce-scatter", shards, narrow * entries.used, times, True
+        each = jnp.dtype(policy.reduce_dtype(summed=False)).itemsize
+        yield "reduce-scatter", shards, each * entries.used, times, True
     shards = SHARDS
     yield "all-reduce", ("replica",), wide * entries.split, 1, False
     if layout.zero < 3:
-        yield "all-gather", shards, narrow * entries.used, 1, False
+        yield "all-gather", shards, resting * entries.used, 1, False
         return
-    yield "all-gather", shards, narrow * entries.layers, 2 * times, True
+    # XLA rounds a matrix to 8 bits where it rests and gathers that. A pipeline gathers it as it is,
+    # and so does a layer of which only the running program knows whether it is in fp8.
+    words = policy.words
+    is_eight = words.products and layout.pipeline == 1 and not (words.first or words.last)
+    yield "all-gather", shards, (1 if is_eight else narrow) * entries.layers, 2 * times, True
     # XLA gathers the ends once for all microbatches, a pipeline for each that uses them.
     yield "all-gather", shards, narrow * entries.ends, times if layout.pipeline > 1 else 1, True
 

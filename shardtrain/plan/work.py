@@ -107,7 +107,7 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
         inner = _turn(eqn)
         if inner is not None:
             # What it reads and writes is counted inside, turn by turn.
-            times = eqn.params["length"]
+            times = eqn.params.get("length", 1)
             products += [replace(p, batch=p.batch * times) for p in inner.products]
             product_bytes += times * inner.product_bytes
             other_bytes += times * inner.other_bytes
@@ -149,7 +149,9 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
 
 
 def _turn(eqn: Any) -> Work | None:
-    """What one turn of a loop costs; None of what is no loop."""
+    """What one turn of a loop costs, or what is done where a condition holds; else None."""
+    if eqn.primitive.name == "cond":
+        return work_of(traced.inline(eqn.params["branches"][-1], *_CALLS))
     if eqn.primitive.name != "scan":
         return None
     return work_of(traced.inline(eqn.params["jaxpr"], *_CALLS), in_loop=True)

@@ -193,7 +193,7 @@ class Workload:
         count = state.entries.split if layout.zero >= 1 else state.entries.used
         summed = layout.microbatches > 1 or layout.pipeline > 1
         width: int = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
-        narrow: int = jnp.dtype(policy.compute).itemsize
+        narrow: int = jnp.dtype(policy.params).itemsize
         here = state.parameters / (state.parameters + state.away)
         return float(width * count), narrow * count * here
 
@@ -289,7 +289,7 @@ class Workload:
             return self._by_the_entry(layout, entries)
         params, masters = (
             jax.tree.map(lambda a, t=dtype: jax.ShapeDtypeStruct(a.shape, t), placement.shapes)
-            for dtype in (policy.compute, policy.master)
+            for dtype in (policy.params, policy.master)
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,10 @@ def stored_table(compute: Table) -> Table:
     under it. `replica` is not in it, which is hybrid sharding: copies across, shards within.
     """
     return {**compute, "embed": (*compute["embed"], "data", "context")}
+
+
+MAPPED: Final = "mapped"
+"""The `axis_name` of a `vmap` over mesh axes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
 """Accumulation: the gradient of a step from its microbatches. One wrapper of the gradient function.
 
-With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward. With
-several, the sums of each data shard are kept apart and reduced once after the last (ZeRO 0-1), or
-each microbatch's gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
+With one microbatch the gradient is plain `jax.grad`, which XLA reduces inside the backward, as it
+is made. With several, or where it is to be reduced in wider numbers than it is made in, the sums of
+each data shard are kept apart and reduced once after the last (ZeRO 0-1); or each microbatch's
+gradient is reduce-scattered into a shard (ZeRO 2-3), as DeepSpeed does.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
-from shardtrain.sharding.rules import mapped_over
+from shardtrain.sharding.rules import MAPPED, mapped_over
 from shardtrain.strategies.offload import FetchedStack, joined, split
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Gradients, Parts, Sums
+from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack, make_stack
 
 PyTree = Any
-LossFn = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
-"""(params, microbatch, shared) -> (loss, sums): the microbatch's part of both."""
+LossFn = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
+"""(params, inputs, microbatch, shared) -> (loss, sums): the microbatch's part of both. The gradient
+of `inputs` is what was seen in their place (`strategies.model_state`)."""
+Whole = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+"""(params, inputs, batch, shared) -> (sums, gradients, seen)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,21 +49,25 @@ class Accumulation:
         """Whether there are several microbatches."""
         return self.microbatches > 1
 
-    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+    def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step; see `Runner`."""
 
-        def loss(trained: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
+        def loss(
+            trained: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+        ) -> tuple[jax.Array, Sums]:
             (seeds, key), away = shared
             params, stack = joined(trained, away), self._stack(placement, trained)
-            sums = parts.sums(params, batch, key, stack)
+            sums = parts.sums(params, inputs, batch, key, stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
-        whole = make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+        whole = make_gradients(loss, placement, microbatches=self.microbatches, dtypes=dtypes)
 
-        def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
+        def gradients(
+            params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+        ) -> tuple[Sums, PyTree, PyTree]:
             trained, away = split(placement, params)
-            return whole(trained, batch, (shared, away))
+            return whole(trained, inputs, batch, (shared, away))
 
         return gradients
 
@@ -68,7 +77,7 @@ class Accumulation:
 
         def sums(params: PyTree, batch: PyTree) -> Sums:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
-                return None, parts.sums(params, batch, None, stack)
+                return None, parts.sums(params, None, batch, None, stack)
 
             return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
 
@@ -82,67 +91,92 @@ class Accumulation:
 
 
 def make_gradients(
-    loss: LossFn, placement: Placement, *, microbatches: int, dtype: Any
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    loss: LossFn, placement: Placement, *, microbatches: int, dtypes: Policy
+) -> Whole:
     """Wraps a loss into the gradient function of a whole step.
 
     Args:
         loss: sums, not means: parts of microbatches and of data shards add up to the whole step's.
         placement: where parameters and gradients rest.
         microbatches: leading dim of every batch leaf.
-        dtype: what several gradients are added up in.
+        dtypes: what several gradients are added up in, and what they cross the network in.
 
     Returns:
-        (params, batch, shared) -> (sums, gradients); batch leaves are [microbatches, batch, ...].
+        (params, inputs, batch, shared) -> (sums, gradients, seen); batch leaves are
+        [microbatches, batch, ...].
     """
-    if microbatches == 1:
+    shards = data_degree(placement.mesh)
+    if microbatches == 1 and (shards == 1 or not dtypes.reduces_wider):
         gradients = _single(loss)
-    elif placement.zero >= 2 or data_degree(placement.mesh) == 1:
-        gradients = _scattered_each(loss, placement, dtype)
+    elif placement.zero >= 2 or shards == 1:
+        assert shards == 1 or not dtypes.reduces_wider, "refused with the config"
+        gradients = _scattered_each(loss, placement, dtypes.accumulate)
     else:
-        gradients = _reduced_once(loss, placement, dtype)
+        reduce = dtypes.reduce_dtype(summed=True)
+        gradients = _reduced_once(loss, placement, dtypes.accumulate, reduce)
 
-    def placed(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        sums, grads = gradients(params, batch, shared)
-        return sums, constrain_tree(grads, placement.optimizer)
+    def placed(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        sums, grads, seen = gradients(params, inputs, batch, shared)
+        return sums, constrain_tree(grads, placement.optimizer), seen
 
     return placed
 
 
-def _grad(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """(params, microbatch, shared) -> (gradients, sums)."""
-    return jax.grad(loss, has_aux=True)
+def _grad(
+    loss: LossFn,
+) -> Callable[[PyTree, PyTree, PyTree, PyTree], tuple[tuple[PyTree, PyTree], PyTree]]:
+    """(params, inputs, microbatch, shared) -> ((gradients, seen), sums)."""
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)
 
 
-def _single(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        grads, sums = _grad(loss)(params, jax.tree.map(lambda x: x[0], batch), shared)
-        return sums, grads
+def _single(loss: LossFn) -> Whole:
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        first = jax.tree.map(lambda x: x[0], batch)
+        (grads, seen), sums = _grad(loss)(params, inputs, first, shared)
+        return sums, grads, seen
 
     return gradients
 
 
-def _scattered_each(
-    loss: LossFn, placement: Placement, dtype: Any
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _added(total: PyTree, new: PyTree) -> PyTree:
+    """Gradients so far, and the largest that was seen so far."""
+    grads, seen = (
+        jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[0], new[0]),
+        jax.tree.map(jnp.maximum, total[1], new[1]),
+    )
+    return grads, seen
+
+
+def _summed(apart: jax.Array) -> jax.Array:
+    """The sum over data shards, in the dtype that it has: `jnp.sum` would widen 16 bits first."""
+    zero = jnp.zeros((), apart.dtype)
+    total: jax.Array = jax.lax.reduce(apart, zero, jax.lax.add, (0,))
+    return total
+
+
+def _scattered_each(loss: LossFn, placement: Placement, dtype: Any) -> Whole:
     """Adds up gradients that are each whole (one data shard) or each scattered (ZeRO 2-3)."""
 
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-            grads, sums = _grad(loss)(params, part, shared)
-            grads = constrain_tree(grads, placement.gradients)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
+            (grads, seen), sums = _grad(loss)(params, inputs, part, shared)
+            return _added(total, (constrain_tree(grads, placement.gradients), seen)), sums
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-        total, sums = jax.lax.scan(body, constrain_tree(zeros, placement.gradients), batch)
-        return jax.tree.map(lambda s: s.sum(0), sums), total
+        begin = constrain_tree(zeros, placement.gradients), jax.tree.map(jnp.zeros_like, inputs)
+        (grads, seen), sums = jax.lax.scan(body, begin, batch)
+        return jax.tree.map(lambda s: s.sum(0), sums), grads, seen
 
     return gradients
 
 
-def _reduced_once(
-    loss: LossFn, placement: Placement, dtype: Any
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _reduced_once(loss: LossFn, placement: Placement, dtype: Any, reduce: Any) -> Whole:
     """Keeps the sums of each data shard apart, in a leading dim split over the data axes."""
     mesh = placement.mesh
     axes = data_axes(mesh)
@@ -151,8 +185,12 @@ def _reduced_once(
     def apart(sharding: NamedSharding) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(axes, *sharding.spec))
 
-    def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        per_shard = jax.vmap(_grad(loss), in_axes=(None, 0, None), spmd_axis_name=axes)
+    def gradients(
+        params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        per_shard = jax.vmap(
+            _grad(loss), in_axes=(None, None, 0, None), axis_name=MAPPED, spmd_axis_name=axes
+        )
         apart_each = jax.tree.map(apart, placement.computed)
 
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
@@ -164,12 +202,16 @@ def _reduced_once(
                 part,
             )
             with mapped_over(*DATA_AXES):
-                grads, sums = per_shard(params, part, shared)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), sums
+                new, sums = per_shard(params, inputs, part, shared)
+            return _added(total, new), sums
 
-        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), dtype), params)
-        total, sums = jax.lax.scan(body, constrain_tree(zeros, apart_each), batch)
+        def zeros(like: PyTree, kind: Any = None) -> PyTree:
+            return jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), kind or p.dtype), like)
+
+        begin = constrain_tree(zeros(params, dtype), apart_each), zeros(inputs)
+        (grads, seen), sums = jax.lax.scan(body, begin, batch)
         sums = jax.tree.map(lambda s: s.sum((0, 1)), sums)
-        return sums, jax.tree.map(lambda g: g.sum(0), total)
+        grads = jax.tree.map(lambda g: _summed(g.astype(reduce)), grads)
+        return sums, grads, jax.tree.map(lambda s: s.max(0), seen)
 
     return gradients

@@ -93,9 +93,10 @@ class TrainConfig(BaseModel):
     audit: bool = False
     """Whether `shardtrain train` checks the program that it has compiled on NVIDIA GPUs against
     what the layout promises, and stops with exit code 5 if a promise is broken; docs/plan.md."""
-    precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Number type of the computation. With bfloat16 and float16 the optimizer keeps float32
-    masters; float16 scales the loss; float64 is for checks on CPU devices."""
+    precision: str = "float32"
+    """Number types: "float32", "bfloat16", "float16", "fp8", "fp8_delayed", "float64" (for checks),
+    or parts such as "params=float32,compute=bfloat16", perhaps after a name:
+    "bfloat16,moments=bfloat16,rounding=stochastic"; docs/precision.md has all."""
     loss_scale: float = Field(65536.0, ge=1.0, le=2.0**32)
     """What the loss is first multiplied by in float16. An overflow halves it, and the batch is
     tried again."""

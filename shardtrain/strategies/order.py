@@ -149,14 +149,19 @@ def row_of_stages(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Arra
         row: its number in the whole leaf.
         stage: this stage's number, of `stage_numbers`.
     """
-    mine = jax.lax.dynamic_index_in_dim(part, row % len(part), keepdims=False)
-    return sent_by(mine, row // len(part) == stage)
+    # As bits before the row is taken: of a leaf on the host, bits are on the device.
+    mine = jax.lax.dynamic_index_in_dim(_as_bits(part), row % len(part), keepdims=False)
+    return _from_bits(_sent(mine, row // len(part) == stage), part.dtype)
 
 
 def sent_by(value: jax.Array, is_mine: jax.Array) -> jax.Array:
     """The value of the one stage where `is_mine`, on all of them, bit for bit."""
-    sent = jax.lax.psum(jnp.where(is_mine, _as_bits(value), 0), PIPELINE)
-    return _from_bits(sent, value.dtype)
+    return _from_bits(_sent(_as_bits(value), is_mine), value.dtype)
+
+
+def _sent(bits: jax.Array, is_mine: jax.Array) -> jax.Array:
+    sent: jax.Array = jax.lax.psum(jnp.where(is_mine, bits, 0), PIPELINE)
+    return sent
 
 
 def _as_bits(leaf: jax.Array) -> jax.Array:

@@ -12,12 +12,14 @@ import jax
 
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies.order import LayerOrder
+from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
 Sums = dict[str, jax.Array]
-Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
-"""(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
+Gradients = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[Sums, PyTree, PyTree]]
+"""(params, inputs, batch, (seeds, key)) -> (sums with the `loss`, gradients, what was seen); for a
+whole step. `inputs` are those of a `ModelState`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +40,9 @@ class Cut:
 class Parts:
     """A workload's loss over a microbatch."""
 
-    sums: Callable[[PyTree, PyTree, jax.Array | None, Stack], Sums]
-    """(params, batch, key, stack) -> the sum of each term."""
+    sums: Callable[[PyTree, PyTree, PyTree, jax.Array | None, Stack], Sums]
+    """(params, inputs, batch, key, stack) -> the sum of each term; `inputs` None = as there is no
+    state to read, when evaluating."""
     value: Callable[[Sums, PyTree], jax.Array]
     """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None
@@ -64,13 +67,14 @@ class Runner(Protocol):
         """Whether a step's gradient is added up of several, in the dtype for that."""
         ...
 
-    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+    def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step.
 
         Args:
             parts: the loss.
             placement: where everything rests.
-            dtype: what gradients of several microbatches are added up in.
+            dtypes: what gradients of several microbatches are added up in, and what they cross the
+                network in.
         """
         ...
 

@@ -25,6 +25,7 @@ from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import manual_over
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Cut, Gradients, Parts, Sums
+from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.remat import remat
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import Schedule, with_slots, without_backward
@@ -62,18 +63,21 @@ class Pipeline:
         """Always, even of one microbatch."""
         return True
 
-    def gradients(self, parts: Parts, placement: Placement, dtype: Any) -> Gradients:
+    def gradients(self, parts: Parts, placement: Placement, dtypes: Policy) -> Gradients:
         """The gradient function of a whole step; see `Runner`.
 
         Raises:
             ShardingError: the model cannot be cut.
         """
-        region = _Region(self, parts, _cut(parts), placement, dtype)
+        region = _Region(self, parts, _cut(parts), placement, dtypes)
 
-        def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
+        def gradients(
+            params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
+        ) -> tuple[Sums, PyTree, PyTree]:
+            assert not jax.tree.leaves(inputs), "refused with the config"
             specs = (PartitionSpec(), manual_specs(placement.optimizer))
             sums, grads = region.mapped(region.gradients, specs)(params, batch, shared)
-            return sums, constrain_tree(grads, placement.optimizer)
+            return sums, constrain_tree(grads, placement.optimizer), inputs
 
         return gradients
 
@@ -106,7 +110,8 @@ class _Region:
     parts: Parts
     cut: Cut
     placement: Placement
-    dtype: Any
+    dtypes: Policy | None
+    """None where there are no gradients."""
 
     def mapped(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """A method below as a function of global arrays (params, batch, then whole ones)."""
@@ -132,7 +137,7 @@ class _Region:
     def gradients(self, params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
         """Sums and gradients of a step."""
         seeds, key = shared
-        shard = Shard(self.placement, params, self.dtype)
+        shard = Shard(self.placement, params, self.dtypes)
         stage = self._stage(
             self.pipeline.schedule,
             shard,
@@ -147,7 +152,7 @@ class _Region:
         """Sums of a step, by the table's forwards alone."""
         schedule = self.pipeline.schedule
         forwards = with_slots(schedule.name, without_backward(schedule.work))
-        shard = Shard(self.placement, params, self.dtype)
+        shard = Shard(self.placement, params, self.dtypes)
         return _everywhere(self._stage(forwards, shard, batch=batch, key=None, value=None).run()[0])
 
     def _stage(self, schedule: Schedule, shard: Shard, **step: Any) -> Stage:

@@ -19,6 +19,7 @@ from shardtrain.sharding.placement import LAYERS, Placement, mesh_axes
 from shardtrain.sharding.rules import current
 from shardtrain.strategies.layer_vjp import Arrays
 from shardtrain.strategies.offload import fetched
+from shardtrain.strategies.precision import Policy
 
 PyTree = Any
 
@@ -68,8 +69,8 @@ class Shard:
     placement: Placement
     params: PyTree
     """As they rest here; the layers of this stage, and whatever else there is (the ends)."""
-    dtype: Any
-    """What gradients are added up in."""
+    dtypes: Policy | None
+    """What gradients are added up in and cross the network in; None where there are none."""
 
     # -- parameters
 
@@ -112,7 +113,7 @@ class Shard:
                 shape[dims.params] *= degree
             if dims.gradients is not None:
                 shape[dims.gradients] //= degree
-            return jnp.zeros(shape, self.dtype)
+            return jnp.zeros(shape, self._dtype)
 
         sums = jax.tree.map(zeros, self.params, self._dims)
         return jax.tree.leaves(sums[LAYERS]), _without_layers(sums)
@@ -125,14 +126,14 @@ class Shard:
         sums = list(sums)
         for leaf, gradient in zip(leaves, gradients, strict=True):
             entry = dims[leaf].of_entry
-            part = _scatter(gradient, entry.gradients, entry.others)
-            sums[leaf] = sums[leaf].at[place].add(part.astype(self.dtype))
+            part = _scatter(self._sent(gradient), entry.gradients, entry.others)
+            sums[leaf] = sums[leaf].at[place].add(part.astype(self._dtype))
         return sums
 
     def add_ends(self, sums: PyTree, gradients: PyTree) -> PyTree:
         """Adds a microbatch's gradients of the ends."""
         return jax.tree.map(
-            lambda s, g, d: s + _scatter(g, d.gradients, d.others).astype(self.dtype),
+            lambda s, g, d: s + _scatter(self._sent(g), d.gradients, d.others).astype(self._dtype),
             sums,
             gradients,
             _without_layers(self._dims),
@@ -142,6 +143,7 @@ class Shard:
         """The step's gradients, from what stages and data shards have summed by themselves."""
 
         def reduce(total: jax.Array, dims: Dims, *axes: str) -> jax.Array:
+            total = self._sent(total)
             if dims.optimizer is None:
                 axes = (*axes, "data")
             elif dims.gradients is None:
@@ -155,6 +157,16 @@ class Shard:
             **jax.tree.map(lambda s, d: reduce(s, d, PIPELINE), ends, _without_layers(dims)),
             LAYERS: jax.tree.map(reduce, stacked, dims[LAYERS]),
         }
+
+    @property
+    def _dtype(self) -> Any:
+        assert self.dtypes is not None, "no gradients here"
+        return self.dtypes.accumulate
+
+    def _sent(self, gradient: jax.Array) -> jax.Array:
+        """A gradient as it crosses the network."""
+        assert self.dtypes is not None, "no gradients here"
+        return gradient if self.dtypes.reduce is None else gradient.astype(self.dtypes.reduce)
 
     @cached_property
     def _dims(self) -> PyTree:

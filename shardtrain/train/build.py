@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.optim.host_update import OnHost
+from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
@@ -24,6 +25,7 @@ from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
+from shardtrain.strategies.model_state import ModelState
 from shardtrain.strategies.order import (
     LayerOrder,
     grows_with_layers,
@@ -41,8 +43,10 @@ from shardtrain.train.step import (
     Metrics,
     make_evaluation,
     make_gradient_fn,
+    make_model_state,
     make_parts,
     make_step,
+    products_in_layers,
 )
 
 PyTree = Any
@@ -92,7 +96,7 @@ class Program:
         """The model without its parameters, and their shapes in the master dtype."""
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         graph, state = nnx.split(model)
-        return graph, state
+        return graph, jax.eval_shape(lambda s: cast(s, self.policy.master), state)
 
     @property
     def graph(self) -> nnx.GraphDef[Any]:
@@ -134,7 +138,11 @@ class Program:
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
         no: Any = False
         scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
-        return TrainState(no, no, params, opt_state, key=no, skipped=no, loss_scale=scale)
+        # Its layers are always as the model has them.
+        handed_on = jax.tree.map(lambda _: no, jax.eval_shape(self.handing_on.init))
+        return TrainState(
+            no, no, params, opt_state, key=no, skipped=no, loss_scale=scale, model_state=handed_on
+        )
 
     @cached_property
     def _sweep(self) -> Sweep:
@@ -145,7 +153,7 @@ class Program:
         return Streamed(
             self.make_transform,
             self.placement,
-            lambda: stacked_paths(self._stacked.params, self._stacked.opt_state),
+            self._stacked_paths,
         )
 
     @cached_property
@@ -157,7 +165,17 @@ class Program:
             clip_norm=self.clip_norm,
             policy=self.policy,
             placement=self.placement,
+            rounding=self._rounding,
         )
+
+    @property
+    def _rounding(self) -> Rounding:
+        if not self.policy.stochastic:
+            return Nearest()
+        return Stochastic(self.order.rows, self._stacked_paths)
+
+    def _stacked_paths(self) -> frozenset[str]:
+        return stacked_paths(self._stacked.params, self._stacked.opt_state)
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -190,7 +208,8 @@ class Program:
 
     def _model(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return self.create(self.policy.master, nnx.Rngs(params=key))
+            # Drawn wide, then rounded: the same values whatever they rest in.
+            return self.create(self.policy.wide, nnx.Rngs(params=key))
 
     def _init(self) -> TrainState:
         model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
@@ -199,22 +218,23 @@ class Program:
     def _first_state(self, master: PyTree) -> TrainState:
         """The state before the first update, of parameters in model order."""
         key = jax.random.key(self.seed)
-        master = self._stacked_at_rest(master)
+        master = self._stacked_at_rest(cast(master, self.policy.master))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=cast(master, self.policy.compute),
+            params=cast(master, self.policy.params),
             opt_state=self.optimizer.init(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
+            model_state=self.handing_on.init(),
         )
 
     def _stacked_at_rest(self, master: PyTree) -> PyTree:
         """Initial parameters in the order of the stack, born split over the stages."""
         order, mesh = self.order, self.layout.mesh
         if order.is_model_order or isinstance(mesh, AbstractMesh):
-            return self._in_stack_order(master)
+            return self.in_stack_order(master)
 
         def move(leaf: jax.Array, target: NamedSharding, stacked: bool) -> jax.Array:
             if not stacked:
@@ -262,16 +282,26 @@ class Program:
         return jax.tree.map(where, self.abstract_saved.params, self.placement.optimizer)
 
     @cached_property
+    def handing_on(self) -> ModelState:
+        """What steps hand on besides parameters."""
+        shapes = nnx.to_pure_dict(self._abstract[1])
+        return make_model_state(self.policy.words, shapes, self.placement.names)
+
+    @cached_property
     def parts(self) -> Parts:
         """The loss as functions of plain trees."""
-        return make_parts(self.task, self.graph, nnx.to_pure_dict(self._abstract[1]))
+        shapes = nnx.to_pure_dict(self._abstract[1])
+        in_layers = products_in_layers(self.policy.words, shapes)
+        return make_parts(self.task, self.graph, shapes, in_layers)
 
     @cached_property
     def _step(self) -> Callable[..., Any]:
         runner = self.layout.runner
-        gradients = runner.gradients(self.parts, self.placement, self.policy.accumulate)
-        whole = make_gradient_fn(self.task, gradients, self.placement, self.layout.arrange)
-        return make_step(whole, self.optimizer, self.scaling, self.skip_limit)
+        gradients = runner.gradients(self.parts, self.placement, self.policy)
+        whole = make_gradient_fn(
+            self.task, gradients, self.placement, self.policy.compute, self.layout.arrange
+        )
+        return make_step(whole, self.optimizer, self.scaling, self.skip_limit, self.handing_on)
 
     @cached_property
     def step(self) -> Any:
@@ -295,8 +325,11 @@ class Program:
         """(state, gradients in model order) -> the parameters after that update; to compare."""
 
         def update(state: TrainState, grads: PyTree) -> PyTree:
-            grads = constrain_tree(self._in_stack_order(grads), self.placement.optimizer)
-            return self.optimizer.update(grads, state.opt_state, state.params, state.step + 1)[0]
+            grads = constrain_tree(self.in_stack_order(grads), self.placement.optimizer)
+            key = jax.random.fold_in(state.key, state.step)
+            return self.optimizer.update(grads, state.opt_state, state.params, state.step + 1, key)[
+                0
+            ]
 
         compiled: Callable[[TrainState, PyTree], PyTree] = jax.jit(
             update, in_shardings=(self.shardings, None), out_shardings=self.placement.params
@@ -307,7 +340,9 @@ class Program:
     def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
         """(params, batch) -> (sums, weights) of each term, without dropout."""
         evaluation = self.layout.runner.evaluation(self.parts, self.placement)
-        function = make_evaluation(self.task, evaluation, self.placement, self.layout.arrange)
+        function = make_evaluation(
+            self.task, evaluation, self.placement, self.policy.compute, self.layout.arrange
+        )
         evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(
             function, out_shardings=self.placement.whole
         )
@@ -324,7 +359,8 @@ class Program:
         """Parameters or gradients with the layers as the model has them."""
         return map_stacked(self.order.unstack, params, self._stacked.params)
 
-    def _in_stack_order(self, params: PyTree) -> PyTree:
+    def in_stack_order(self, params: PyTree) -> PyTree:
+        """Parameters or gradients in model order as the stack has them."""
         return map_stacked(self.order.stack, params, self._stacked_params(self.placement.names))
 
     def _unstack_state(self, state: TrainState) -> TrainState:

@@ -12,6 +12,7 @@ from typing import Final
 import jax
 
 from shardtrain.sharding.chips import KNOWN_KINDS
+from shardtrain.strategies.precision_words import parse_precision
 
 PEAK_FLOPS: Final[Mapping[str, Mapping[str, float]]] = {
     kind: chip.flops for kind, chip in KNOWN_KINDS.items() if chip.flops
@@ -21,7 +22,7 @@ PEAK_FLOPS: Final[Mapping[str, Mapping[str, float]]] = {
 
 def peak_flops(device: jax.Device, precision: str) -> float | None:
     """Dense FLOP/s of one device at a precision, or None for a chip that is not known."""
-    return PEAK_FLOPS.get(device.device_kind, {}).get(precision)
+    return PEAK_FLOPS.get(device.device_kind, {}).get(parse_precision(precision).kind)
 
 
 def utilisation(flops_per_second: float, devices: list[jax.Device], precision: str) -> float | None:

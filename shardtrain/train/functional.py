@@ -17,8 +17,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key
 
-from shardtrain.errors import ShardingError
+from shardtrain.errors import ConfigError, ShardingError
 from shardtrain.ops.sums import sum_dtype
+from shardtrain.optim.rounding import Nearest, Stochastic
 from shardtrain.optim.sweep import Whole
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import data_axes, data_degree
@@ -26,7 +27,7 @@ from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
 from shardtrain.strategies.accumulate import make_gradients
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
-from shardtrain.strategies.precision import cast, policy
+from shardtrain.strategies.precision import Policy, cast, cast_at_rest, policy
 from shardtrain.train.own_model import check_layout, check_names, own_table, place_batch
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import Metrics, make_step
@@ -117,7 +118,7 @@ class TrainStep:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=cast(master, self.optimizer.policy.compute),
+            params=cast(master, self.optimizer.policy.params),
             opt_state=self.optimizer.init(master),
             key=jax.random.key(self.seed),
             skipped=jnp.zeros((), jnp.int32),
@@ -151,7 +152,10 @@ class TrainStep:
         """The gradients of a whole step; see `train.step.GradientFn`."""
         placement = self.placement
 
-        def loss(params: PyTree, part: PyTree, seeds: PyTree) -> tuple[Array, Metrics]:
+        def loss(
+            params: PyTree, inputs: PyTree, part: PyTree, seeds: PyTree
+        ) -> tuple[Array, Metrics]:
+            del inputs  # a loss of somebody's own has no state
             (batch, keys), (total, scale) = part, seeds
             value = self.loss(params, batch, keys)
             value = value.astype(sum_dtype(value.dtype))
@@ -162,19 +166,21 @@ class TrainStep:
             loss,
             placement,
             microbatches=self.microbatches,
-            dtype=self.optimizer.policy.accumulate,
+            dtypes=self.optimizer.policy,
         )
 
         def gradients(
-            params: PyTree, batch: PyTree, key: Array, scale: Array | float
-        ) -> tuple[Metrics, PyTree]:
+            params: PyTree, inputs: PyTree, batch: PyTree, key: Array, scale: Array | float
+        ) -> tuple[Metrics, PyTree, PyTree]:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
+            params = cast_at_rest(params, self.optimizer.policy.compute, placement.params)
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
-                metrics, grads = accumulated(params, parts, (self.weight(batch), scale))
-            return {"loss": metrics["loss"] / scale}, grads
+                shared = (self.weight(batch), scale)
+                metrics, grads, seen = accumulated(params, inputs, parts, shared)
+            return {"loss": metrics["loss"] / scale}, grads, seen
 
         return gradients
 
@@ -213,7 +219,9 @@ def make_train_step(
             default those of `nnx.with_partitioning`, where there are any.
         zero: ZeRO stage, 0 to 3: what rests split over the data axes; see `place`.
         microbatches: parts of a batch whose gradients are added up one after another.
-        precision: "float32", "bfloat16" or "float16" (with float32 master weights), "float64".
+        precision: "float32", "bfloat16" or "float16" (with float32 master weights), "float64", or
+            parts such as "params=float32,compute=bfloat16"; see docs/precision.md. fp8 is for the
+            layers of this package's models.
         loss_scale: how the loss is scaled in float16; by default as `DynamicScale()` does.
         clip_norm: largest norm of the whole gradient; 0 = any.
         weight: what `loss` divides by, when that is not the number of samples: a function of the
@@ -226,7 +234,7 @@ def make_train_step(
 
     Raises:
         ShardingError: a name, a stage or a mesh that cannot be.
-        ConfigError: an unknown precision.
+        ConfigError: an unknown precision, or one that cannot be here.
 
     Example:
         >>> def loss(params, batch, keys):
@@ -243,6 +251,7 @@ def make_train_step(
     if names is None:
         names = _names(params)
     dtypes = policy(precision)
+    _check_precision(dtypes, zero)
     shapes = jax.eval_shape(lambda p: cast(p, dtypes.master), _plain(params))
     table = own_table()
     placement = Placement(
@@ -262,9 +271,28 @@ def make_train_step(
         clip_norm=clip_norm,
         policy=dtypes,
         placement=placement,
+        rounding=Stochastic() if dtypes.stochastic else Nearest(),
     )
     scaling = (loss_scale or DynamicScale()) if dtypes.is_narrow else Unscaled()
     return TrainStep(loss, optimizer, microbatches, weight or _number_of_samples, seed, scaling)
+
+
+def _check_precision(dtypes: Policy, zero: int) -> None:
+    """Refuses what a loss of somebody's own cannot have."""
+    if dtypes.words.products:
+        raise ConfigError(
+            "which products of a loss are in fp8 nobody can tell",
+            where="precision",
+            value=dtypes.name,
+            cure="use bfloat16, or products that round their operands themselves",
+        )
+    if dtypes.reduces_wider and zero >= 2:
+        raise ConfigError(
+            f"at ZeRO {zero} gradients are reduced as they are made",
+            where="precision",
+            value=dtypes.name,
+            cure="use zero=1, or leave out reduce",
+        )
 
 
 def _plain(params: PyTree) -> PyTree:

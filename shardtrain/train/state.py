@@ -29,6 +29,8 @@ class TrainState:
     """Batches in a row whose loss or gradient was no number; nothing but the cursor moved."""
     loss_scale: PyTree = ()
     """The loss scale and its counts; nothing where the loss is not scaled."""
+    model_state: PyTree = ()
+    """What steps hand on besides, a dict of subtrees; nothing where there is none."""
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -51,4 +53,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         key=whole,
         skipped=whole,
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
+        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
     )

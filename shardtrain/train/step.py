@@ -7,11 +7,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardtrain.errors import ConfigError
+from shardtrain.ops.fp8 import LayersInFp8
+from shardtrain.optim.optimizers import is_matrix
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.placement import LAYERS, Placement
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
+from shardtrain.strategies.model_state import LargestEntries, ModelState, Stateless
 from shardtrain.strategies.parts import Cut, Gradients, Parts
+from shardtrain.strategies.precision import cast_at_rest
+from shardtrain.strategies.precision_words import Words
+from shardtrain.strategies.remat import Block
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
@@ -20,32 +27,98 @@ from shardtrain.train.state import TrainState
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
-GradientFn = Callable[[PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree]]
-"""(params, batch, key, scale) -> (metrics, gradients of the loss times `scale`)."""
+GradientFn = Callable[
+    [PyTree, PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree, PyTree]
+]
+"""(params, inputs, batch, key, scale) -> (metrics, gradients of the loss times `scale`, what was
+seen in the place of `inputs`, those of a `ModelState`)."""
 _NO_LIMIT = 2**31 - 1
+_STATELESS = Stateless()
 
 
-def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
+InLayers = Callable[[Block, PyTree], Block]
+"""(function of a layer, a model state's inputs or None) -> the same with other products."""
+
+
+def _as_it_is(layer: Block, inputs: PyTree) -> Block:
+    del inputs
+    return layer
+
+
+def make_parts(
+    task: Task,
+    graph: nnx.GraphDef[Any],
+    params: PyTree,
+    in_layers: InLayers = _as_it_is,
+) -> Parts:
     """A task's loss as functions of plain trees of parameters.
 
     Args:
         task: terms and weights.
         graph: the model without its parameters.
         params: their shapes.
+        in_layers: wraps a function of a layer, its index and more, with a model state's inputs;
+            see `products_in_layers`.
     """
 
-    def sums(params: PyTree, batch: Batch, key: jax.Array | None, stack: Stack) -> Metrics:
-        return task.terms(nnx.merge(graph, params), batch, key, stack)
+    def sums(
+        params: PyTree, inputs: PyTree, batch: Batch, key: jax.Array | None, stack: Stack
+    ) -> Metrics:
+        def wrapped(layers: nnx.Module, block: Block, x: PyTree) -> Any:
+            return stack(layers, in_layers(block, inputs), x)
+
+        return task.terms(nnx.merge(graph, params), batch, key, wrapped)
 
     def value(sums: Metrics, seeds: PyTree) -> jax.Array:
         totals, scale = seeds
         scaled: jax.Array = weighted_loss(task, sums, totals) * scale
         return scaled
 
-    return Parts(sums, value, _cut(task, graph, params))
+    return Parts(sums, value, _cut(task, graph, params, in_layers))
 
 
-def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
+def products_in_layers(words: Words, params: PyTree) -> InLayers:
+    """The wrapper of a function of a layer by which its products are as a precision says.
+
+    Args:
+        words: of the precision.
+        params: shapes in model order.
+
+    Raises:
+        ConfigError: fp8, and no layers that it could be for.
+    """
+    if not words.products:
+        return _as_it_is
+    if LAYERS not in params:
+        raise ConfigError(
+            "this model is no stack of equal layers, whose products fp8 is for",
+            where="train.precision",
+            value=words.products,
+            cure="use bfloat16",
+        )
+    num_layers = jax.tree.leaves(params[LAYERS])[0].shape[0]
+    in_fp8 = LayersInFp8(num_layers, words.first, words.last)
+    if words.products == "fp8":
+        return lambda layer, _: in_fp8(layer)
+    return in_fp8
+
+
+def make_model_state(words: Words, params: PyTree, names: PyTree) -> ModelState:
+    """What a precision hands on from step to step.
+
+    Args:
+        words: of the precision.
+        params: shapes in model order.
+        names: of their axes; a layer makes one product with each of its matrices.
+    """
+    if words.products != "fp8_delayed":
+        return Stateless()
+    layers = jax.tree.leaves(names[LAYERS], is_leaf=lambda node: isinstance(node, tuple))
+    num_layers = jax.tree.leaves(params[LAYERS])[0].shape[0]
+    return LargestEntries(num_layers, sum(map(is_matrix, layers)))
+
+
+def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree, in_layers: InLayers) -> Cut | None:
     """The same loss cut at the layers of its model, if that has equal ones."""
     if not hasattr(task, "head") or LAYERS not in params:
         return None
@@ -55,16 +128,23 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Cut | None:
     def model(params: PyTree) -> Any:
         return nnx.merge(graph, params)
 
+    def layer(params: PyTree, index: jax.Array, x: jax.Array, context: PyTree) -> Any:
+        return nnx.merge(layer_graph, params)(x, index, context)
+
     return Cut(
         context=lambda params, batch, key: model(params).context(batch, key),
         embed=lambda params, batch, context: model(params).embed(batch, context),
-        layer=lambda params, index, x, context: nnx.merge(layer_graph, params)(x, index, context),
+        layer=in_layers(layer, None),
         head=lambda params, x, batch: layered.head(model(params), x, batch),
     )
 
 
 def make_gradient_fn(
-    task: Task, gradients: Gradients, placement: Placement, arrange: Arrange = in_order
+    task: Task,
+    gradients: Gradients,
+    placement: Placement,
+    dtype: Any,
+    arrange: Arrange = in_order,
 ) -> GradientFn:
     """The gradient of a whole step; see `GradientFn`.
 
@@ -72,17 +152,20 @@ def make_gradient_fn(
         task: terms and weights.
         gradients: from a `Runner`.
         placement: where everything rests.
+        dtype: what parameters are computed with.
         arrange: the order in which the positions of a batch are worked on.
     """
 
     def whole(
-        params: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
-    ) -> tuple[Metrics, PyTree]:
+        params: PyTree, inputs: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
+    ) -> tuple[Metrics, PyTree, PyTree]:
         totals = task.totals(batch)
+        params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, arrange(batch), ((totals, scale), key))
+            shared = (totals, scale), key
+            sums, grads, seen = gradients(params, inputs, arrange(batch), shared)
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
-        return {"loss": sums["loss"] / scale, **means}, grads
+        return {"loss": sums["loss"] / scale, **means}, grads, seen
 
     return whole
 
@@ -92,6 +175,7 @@ def make_step(
     optimizer: Optimizer,
     scaling: LossScale,
     skip_limit: int = _NO_LIMIT,
+    handing_on: ModelState = _STATELESS,
 ) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
 
@@ -107,11 +191,12 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
         scale = scaling.scale(state.loss_scale)
-        metrics, grads = gradients(state.params, batch, key, scale)
+        inputs = handing_on.inputs(state.model_state)
+        metrics, grads, seen = gradients(state.params, inputs, batch, key, scale)
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
-            grads, state.opt_state, state.params, state.step + 1, allowed, scale
+            grads, state.opt_state, state.params, state.step + 1, key, allowed, scale
         )
         moved = numbers["moved"]
         loss_scale, retry = scaling.after(state.loss_scale, moved, allowed)
@@ -123,6 +208,7 @@ def make_step(
             opt_state=opt_state,
             skipped=jnp.where(moved, 0, state.skipped + more),
             loss_scale=loss_scale,
+            model_state=handing_on.after(state.model_state, seen, moved),
         )
         numbers = {**numbers, **scaling.metrics(loss_scale), "retry": retry}
         return state, {**metrics, **numbers}, grads
@@ -134,6 +220,7 @@ def make_evaluation(
     task: Task,
     evaluation: Callable[[PyTree, Batch], Metrics],
     placement: Placement,
+    dtype: Any,
     arrange: Arrange = in_order,
 ) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
     """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
@@ -142,10 +229,12 @@ def make_evaluation(
         task: terms and weights.
         evaluation: from a `Runner`.
         placement: where everything rests.
+        dtype: what parameters are computed with.
         arrange: the order in which the positions of a batch are worked on.
     """
 
     def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
+        params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
             sums = evaluation(params, arrange(batch))
         return sums, task.totals(batch)

@@ -116,7 +116,8 @@ def state_of(of: Program, params: Any) -> TrainState:
     step, cursor, skipped = (
         jnp.zeros((), jnp.int32) for _ in range(3)
     )  # each is donated: 3 arrays
-    params, optimizer = cast(params, of.policy.compute), of.optimizer.init(params)
+    optimizer = of.optimizer.init(cast(params, of.policy.master))
+    params = cast(params, of.policy.params)
     return jax.device_put(
         TrainState(step, cursor, params, optimizer, jax.random.key(1), skipped), of.shardings
     )

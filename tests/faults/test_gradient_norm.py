@@ -139,7 +139,7 @@ def test_o05_gradients_set_by_hand(mesh, zero, microbatches) -> None:
     zeros = jax.tree.map(np.zeros_like, by_hand)
     params = jax.device_put(zeros, of.placement.params)
     update = jax.jit(of.optimizer.update)
-    new, _, norms = update(grads, of.optimizer.init(zeros), params, jnp.int32(1))
+    new, _, norms = update(grads, of.optimizer.init(zeros), params, jnp.int32(1), jax.random.key(0))
     assert float(norms["grad_norm"]) == 13.0
     jax.tree.map(lambda p, g: np.testing.assert_array_equal(np.asarray(p), -0.5 * g), new, by_hand)
 

@@ -81,7 +81,7 @@ def ours(name: str, params: Any, grads: list[Any], names: Any) -> Any:
     update = optimizer(section(name), names, shapes)
     state, step = update.init(params), jax.jit(update.update)
     for number, grad in enumerate(grads):
-        params, state, _ = step(grad, state, params, jnp.int32(number + 1))
+        params, state, _ = step(grad, state, params, jnp.int32(number + 1), jax.random.key(0))
     return jax.device_get(params)
 
 

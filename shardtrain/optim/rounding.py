@@ -1,0 +1,100 @@
+"""Rounding: how what an update has computed comes to rest in fewer bits.
+
+Owns: both ways, and the random bits of one of them. Does not own: what rests in fewer bits
+(`strategies.precision`), and when it is rounded (`update`).
+
+To the nearest number, a change of less than half a unit in the last place is lost, every step
+anew: bfloat16 has 8 bits, so 1 + 0.001 stays 1. Rounded up or down by chance, in proportion to how
+near each is, it is right on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights
+without a wider copy, Zamirai et al. 2020, arXiv 2010.06192).
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardtrain.sharding.placement import path_name
+
+PyTree = Any
+ROUNDING: Final = 2**32 - 1
+"""Folded into a step's key, for random bits that no sample's dropout has."""
+
+
+class Rounding(Protocol):
+    """How leaves come to rest."""
+
+    def __call__(self, tree: PyTree, like: PyTree, key: jax.Array, rows: Any) -> PyTree:
+        """Rounds every leaf of a tree to the dtype of its like.
+
+        Args:
+            tree: what an update has computed.
+            like: the same before it, as it rests.
+            key: the step's.
+            rows: which rows of the stack the stacked leaves have; None = all.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """To the nearest number."""
+
+    def __call__(self, tree: PyTree, like: PyTree, key: jax.Array, rows: Any) -> PyTree:
+        """Rounds every leaf; see `Rounding`."""
+        del key, rows
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)
+
+
+@dataclass(frozen=True, eq=False)
+class Stochastic:
+    """Up or down by chance; a leaf that is not narrowed stays as it is.
+
+    The bits of an entry depend on the step's key, its leaf, its layer in the model and its place in
+    that: on every mesh, at every ZeRO stage and from the host's memory they are the same.
+    """
+
+    layers: tuple[int, ...] = ()
+    """The layer in the model that each row of the stack is; empty = as the model is."""
+    stacked: Callable[[], frozenset[str]] = frozenset
+    """Paths of the leaves that hold one entry a layer."""
+
+    def __call__(self, tree: PyTree, like: PyTree, key: jax.Array, rows: Any) -> PyTree:
+        """Rounds every leaf; see `Rounding`."""
+        key, stacked = jax.random.fold_in(key, ROUNDING), self.stacked()
+
+        def narrow(path: tuple[Any, ...], x: jax.Array, old: jax.Array) -> jax.Array:
+            if x.dtype == old.dtype or old.dtype != jnp.bfloat16:
+                return x.astype(old.dtype)
+            name = path_name(path)
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            if name not in stacked:
+                return stochastic(x, jax.random.bits(own, x.shape, jnp.uint16))
+            places = jnp.arange(x.shape[0]) if rows is None else rows
+            layers = jnp.asarray(self.layers)[places] if self.layers else places
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(own, layers.astype(jnp.uint32))
+            bits = jax.vmap(lambda k: jax.random.bits(k, x.shape[1:], jnp.uint16))(keys)
+            return stochastic(x, bits)
+
+        return jax.tree.map_with_path(narrow, tree, like)
+
+
+def stochastic(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """float32 to bfloat16, away from zero as often as the cut-off part is of a unit in the last.
+
+    Args:
+        x: any numbers; what is no finite one stays what it is.
+        bits: 16 random ones an entry.
+
+    Example:
+        >>> x = jnp.full(3, 1 + 2.0**-8, jnp.float32)  # half-way between two numbers
+        >>> stochastic(x, jnp.asarray([0, 2**15, 2**16 - 1], jnp.uint16)).astype(jnp.float32)
+        Array([1.       , 1.0078125, 1.0078125], dtype=float32)
+    """
+    words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    raised = (words + bits.astype(jnp.uint32)) >> 16
+    rounded = jax.lax.bitcast_convert_type(raised.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
