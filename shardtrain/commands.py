@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtrain.config import RunConfig, known_vocab, load_config
-from shardtrain.data.sources import open_data
+from shardtrain.config import RunConfig, load_config
 from shardtrain.errors import EXIT_FAILED
 from shardtrain.run import Run, build
 from shardtrain.run_program import count_parameters, make_program, make_report
+from shardtrain.run_work import find_size
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
@@ -98,7 +98,7 @@ def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh, int]:
     asked = math.prod(d for d in config.mesh.model_dump().values() if d > 0)
     fits = config.mesh.data == -1 or asked == count
     mesh = None if fits else abstract_mesh(config.mesh.model_dump())
-    vocab = config.model.vocab_size or known_vocab(config) or open_data(config.data)[2].vocab_size
+    vocab = find_size(config)
     program = make_program(config, vocab_size=vocab, mesh=mesh)
     return make_report(program), program.layout.mesh, count_parameters(program, vocab)
 

@@ -4,10 +4,11 @@ Owns: which keys are idle under which other settings. Does not own: faults (`sha
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardtrain.config import RunConfig
+from shardtrain.config import ImageRunConfig, LanguageRunConfig, RunConfig
 
 _ADAMS = ("adamw", "adam", "muon")
 
@@ -45,7 +46,12 @@ def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> di
     """
     sizes = degrees or config.mesh.model_dump()
     layout = (*_layout(config, sizes), *_pipeline(config, sizes))
-    return dict((*_model(config), *_optimizer(config), *layout, *_times(config)))
+    own: Iterator[tuple[str, str]] = iter(())
+    if isinstance(config, LanguageRunConfig):
+        own = _language(config)
+    elif isinstance(config, ImageRunConfig):
+        own = _images(config)
+    return dict((*own, *_optimizer(config), *layout, *_times(config)))
 
 
 def ineffective_settings(
@@ -79,7 +85,14 @@ def ineffective_settings(
     return lines
 
 
-def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _images(config: ImageRunConfig) -> Iterator[tuple[str, str]]:
+    yield "eval.sample_tokens", "a model of images writes no text"
+    yield "targets.tokens_per_second", "there are no tokens; targets.mfu is one for any run"
+    if config.data.path and (Path(config.data.path) / "val").is_dir():
+        yield "data.validation_fraction", "the data has images for validation of its own"
+
+
+def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
     model = config.model
     if model.position != "rope":
         yield "model.rope_theta", f'only model.position="rope" rotates, not "{model.position}"'
@@ -99,6 +112,8 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
     part = config.optimizer
     if part.name not in ("sgd", "muon"):
         yield "optimizer.momentum", f"{part.name} has none (sgd and muon have)"
+    if part.name != "sgd":
+        yield "optimizer.nesterov", f"only sgd has a choice, not {part.name}"
     if part.name not in (*_ADAMS, "lion"):
         yield "optimizer.beta1", f"{part.name} has no first moment of that kind"
         yield "optimizer.beta2", f"{part.name} has no second moment of that kind"

@@ -41,6 +41,15 @@ class Optimizer:
         state = {"transform": self.sweep.init(master)}
         return {**state, MASTER: master} if self.policy.has_master else state
 
+    def masters(self, state: PyTree, params: PyTree) -> PyTree:
+        """The parameters in the master dtype.
+
+        Args:
+            state: as from `init`.
+            params: the parameters, in the compute dtype.
+        """
+        return state[MASTER] if self.policy.has_master else params
+
     def update(
         self,
         grads: PyTree,

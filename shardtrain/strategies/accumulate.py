@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
+from shardtrain.sharding.mesh import DATA_AXES, SHARDS, data_axes, data_degree
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
 from shardtrain.strategies.order import LayerOrder
-from shardtrain.strategies.parts import Gradients, Parts, Sums
+from shardtrain.strategies.parts import Evaluation, Gradients, Parts, Sums
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
@@ -45,20 +45,20 @@ class Accumulation:
         """The gradient function of a whole step; see `Runner`."""
 
         def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
-            seeds, key = shared
-            sums = parts.sums(params, batch, key, self.stack)
+            seeds, key, variables = shared
+            sums = parts.sums(params, variables, batch, key, self.stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
         return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
 
-    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
+    def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
         """Sums over all microbatches; see `Runner`."""
         del placement
 
-        def sums(params: PyTree, batch: PyTree) -> Sums:
+        def sums(params: PyTree, variables: PyTree, batch: PyTree) -> Sums:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
-                return None, parts.sums(params, batch, None, self.stack)
+                return None, parts.sums(params, variables, batch, None, self.stack)
 
             return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
 
@@ -136,7 +136,9 @@ def _reduced_once(
         return NamedSharding(mesh, PartitionSpec(axes, *sharding.spec))
 
     def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        per_shard = jax.vmap(_grad(loss), in_axes=(None, 0, None), spmd_axis_name=axes)
+        per_shard = jax.vmap(
+            _grad(loss), in_axes=(None, 0, None), axis_name=SHARDS, spmd_axis_name=axes
+        )
         apart_each = jax.tree.map(apart, placement.computed)
 
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:

@@ -15,9 +15,16 @@ from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
-Sums = dict[str, jax.Array]
+Sums = dict[str, PyTree]
 Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
-"""(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
+"""(params, batch, (seeds, key, variables)) -> (sums with the `loss`, gradients); for a whole
+step."""
+
+Evaluation = Callable[[PyTree, PyTree, PyTree], Sums]
+"""(params, variables, batch) -> sums over a batch's microbatches."""
+
+OBSERVED = "observed"
+"""Beside the sums of the terms: what the model has seen for its variables, to be added up too."""
 
 LAYERS = "layers"
 """Where the tree of parameters holds the stacked layers."""
@@ -41,8 +48,8 @@ class Cut:
 class Parts:
     """A workload's loss over a microbatch."""
 
-    sums: Callable[[PyTree, PyTree, jax.Array | None, Stack], Sums]
-    """(params, batch, key, stack) -> the sum of each term."""
+    sums: Callable[[PyTree, PyTree, PyTree, jax.Array | None, Stack], Sums]
+    """(params, variables, batch, key, stack) -> the sum of each term, and with a key `OBSERVED`."""
     value: Callable[[Sums, PyTree], jax.Array]
     """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None
@@ -77,6 +84,6 @@ class Runner(Protocol):
         """
         ...
 
-    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
-        """(params, batch) -> sums over all microbatches, without dropout."""
+    def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
+        """Sums over all microbatches, without dropout."""
         ...

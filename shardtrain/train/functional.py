@@ -166,15 +166,15 @@ class TrainStep:
         )
 
         def gradients(
-            params: PyTree, batch: PyTree, key: Array, scale: Array | float
-        ) -> tuple[Metrics, PyTree]:
+            params: PyTree, _variables: PyTree, batch: PyTree, key: Array, scale: Array | float
+        ) -> tuple[Metrics, PyTree, PyTree]:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
                 metrics, grads = accumulated(params, parts, (self.weight(batch), scale))
-            return {"loss": metrics["loss"] / scale}, grads
+            return {"loss": metrics["loss"] / scale}, {}, grads
 
         return gradients
 

@@ -29,6 +29,8 @@ class TrainState:
     """Batches in a row whose loss or gradient was no number; nothing but the cursor moved."""
     loss_scale: PyTree = ()
     """The loss scale and its counts; nothing where the loss is not scaled."""
+    model_state: PyTree = ()
+    """What is kept beside the parameters, a tree a part (`train.kept`); nothing without any."""
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -51,4 +53,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         key=whole,
         skipped=whole,
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
+        model_state=placement.beside(shapes.model_state),
     )

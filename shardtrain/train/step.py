@@ -8,21 +8,32 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
-from shardtrain.strategies.parts import LAYERS, Cut, Gradients, Parts
+from shardtrain.strategies.parts import LAYERS, OBSERVED, Cut, Evaluation, Gradients, Parts
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
+from shardtrain.train.kept import Kept, for_evaluation, observation, variables_of
 from shardtrain.train.state import TrainState
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
-GradientFn = Callable[[PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree]]
-"""(params, batch, key, scale) -> (metrics, gradients of the loss times `scale`)."""
+GradientFn = Callable[
+    [PyTree, PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree, PyTree]
+]
+"""(params, the model's variables, batch, key, scale) -> (metrics, what the model has observed for
+its variables, gradients of the loss times `scale`)."""
 _NO_LIMIT = 2**31 - 1
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
+    """A model as its graph, its parameters, and all other variables, as plain dicts."""
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, variables = map(nnx.to_pure_dict, states)
+    return graph, params, variables
 
 
 def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
@@ -30,12 +41,19 @@ def make_parts(task: Task, graph: nnx.GraphDef[Any], params: PyTree) -> Parts:
 
     Args:
         task: terms and weights.
-        graph: the model without its parameters.
+        graph: the model without its parameters and variables.
         params: their shapes.
     """
 
-    def sums(params: PyTree, batch: Batch, key: jax.Array | None, stack: Stack) -> Metrics:
-        return task.terms(nnx.merge(graph, params), batch, key, stack)
+    def sums(
+        params: PyTree, variables: PyTree, batch: Batch, key: jax.Array | None, stack: Stack
+    ) -> dict[str, PyTree]:
+        model = nnx.merge(graph, params, variables)
+        terms: dict[str, PyTree] = task.terms(model, batch, key, stack)
+        if key is None or not variables:
+            return terms
+        _, _, seen = split(model)
+        return {**terms, OBSERVED: observation(seen)}
 
     def value(sums: Metrics, seeds: PyTree) -> jax.Array:
         totals, scale = seeds
@@ -76,13 +94,18 @@ def make_gradient_fn(
     """
 
     def whole(
-        params: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
-    ) -> tuple[Metrics, PyTree]:
+        params: PyTree,
+        variables: PyTree,
+        batch: Batch,
+        key: jax.Array,
+        scale: jax.Array | float,
+    ) -> tuple[Metrics, PyTree, PyTree]:
         totals = task.totals(batch)
+        shared = ((totals, scale), key, variables)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, arrange(batch), ((totals, scale), key))
-        means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
-        return {"loss": sums["loss"] / scale, **means}, grads
+            sums, grads = gradients(params, arrange(batch), shared)
+        means = {name: mean(sums[name], total) for name, total in totals.items()}
+        return {"loss": sums["loss"] / scale, **means}, sums.get(OBSERVED, {}), grads
 
     return whole
 
@@ -92,6 +115,7 @@ def make_step(
     optimizer: Optimizer,
     scaling: LossScale,
     skip_limit: int = _NO_LIMIT,
+    kept: Kept = Kept(),  # noqa: B008  # frozen
 ) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
 
@@ -107,13 +131,21 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
         scale = scaling.scale(state.loss_scale)
-        metrics, grads = gradients(state.params, batch, key, scale)
+        variables = variables_of(state.model_state)
+        metrics, observed, grads = gradients(state.params, variables, batch, key, scale)
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
             grads, state.opt_state, state.params, state.step + 1, allowed, scale
         )
         moved = numbers["moved"]
+        model_state = kept.after(
+            state.model_state,
+            optimizer.masters(opt_state, params),
+            observed,
+            state.step + 1,
+            moved,
+        )
         loss_scale, retry = scaling.after(state.loss_scale, moved, allowed)
         more = (~halted & ~retry).astype(state.skipped.dtype)
         state = state.replace(
@@ -123,6 +155,7 @@ def make_step(
             opt_state=opt_state,
             skipped=jnp.where(moved, 0, state.skipped + more),
             loss_scale=loss_scale,
+            model_state=model_state,
         )
         numbers = {**numbers, **scaling.metrics(loss_scale), "retry": retry}
         return state, {**metrics, **numbers}, grads
@@ -132,22 +165,24 @@ def make_step(
 
 def make_evaluation(
     task: Task,
-    evaluation: Callable[[PyTree, Batch], Metrics],
+    evaluation: Evaluation,
     placement: Placement,
     arrange: Arrange = in_order,
-) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
-    """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
+) -> Callable[[PyTree, Batch, PyTree], tuple[Metrics, Metrics]]:
+    """(params, batch, model_state) -> (sums, weights) of each term, without dropout.
 
     Args:
         task: terms and weights.
-        evaluation: from a `Runner`.
+        evaluation: from a `Runner`; for one batch of parts.
         placement: where everything rests.
         arrange: the order in which the positions of a batch are worked on.
     """
 
-    def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
+    def evaluate(params: PyTree, batch: Batch, model_state: PyTree = ()) -> tuple[Metrics, Metrics]:
+        params, variables = for_evaluation(params, model_state)
+        params = constrain_tree(params, placement.params)
         with use_rules(placement.compute, placement.mesh):
-            sums = evaluation(params, arrange(batch))
+            sums = evaluation(params, variables, arrange(batch))
         return sums, task.totals(batch)
 
     return evaluate
