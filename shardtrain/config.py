@@ -16,13 +16,12 @@ from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
 from shardtrain.config_images import image_faults
 from shardtrain.config_keys import section_faults
+from shardtrain.config_language import known_tokens, language_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig, ImageDataConfig
 from shardtrain.errors import ConfigError, raise_all
 from shardtrain.models.config import ResNetConfig, TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
-from shardtrain.plan.layout import layout_faults, model_faults
-from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
     BUDGET,
@@ -55,9 +54,6 @@ DATA: Final[dict[str, type[BaseModel]]] = {"text": DataConfig, "images": ImageDa
 """Section class of each `data.type`."""
 TYPES: Final = {"model": MODELS, "task": TASKS, "data": DATA}
 """The sections that have a class for each type."""
-TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
-"""Tokens of each tokenizer that needs no file; others are `tokenizer.json` files."""
-_TOKEN_FILES: Final = (".tokens", ".npy", ".bin", ".idx")
 
 
 class RunConfig(BaseModel):
@@ -218,11 +214,7 @@ def known_vocab(config: LanguageRunConfig) -> int | None:
         The size, or None for a tokenizer file, a prepared folder or an array of tokens, which say
         it themselves.
     """
-    path = Path(config.data.path)
-    others = path.suffix in _TOKEN_FILES or Path(f"{path}.idx").exists()
-    if config.data.path and (others or (path / "train.tokens").exists()):
-        return None
-    return TOKENIZERS.get(config.data.tokenizer)
+    return known_tokens(config.data)
 
 
 def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
@@ -237,25 +229,6 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     """
     own = FAULTS[type(config)](config, degrees)
     return [*_time_faults(config), *_choice_faults(config), *own]
-
-
-def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
-    model, data = config.model, config.data
-    faults = _token_faults(config)
-    vocab = known_vocab(config)
-    if vocab and 0 < model.vocab_size < vocab:
-        faults.append(
-            ConfigError(
-                f'data.tokenizer="{data.tokenizer}" has {vocab} tokens; use {vocab} or more, or 0',
-                where=f"model.vocab_size={model.vocab_size}",
-            )
-        )
-    micro = config.train.microbatches
-    faults += model_faults(model, data)
-    faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
-    faults += _loss_faults(config, degrees["context"])
-    faults += _stage_faults(config, degrees["pipeline"], vocab)
-    return faults
 
 
 def with_defaults(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -281,16 +254,25 @@ def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
     """Return the class of each section, as `model.type` chooses it.
 
     Args:
-        raw: Sections as read; an unknown type is left to the check of its section.
+        raw: Sections as read; a type that is no word is left to the check of its section.
 
     Returns:
         Section name to class.
 
     Raises:
-        ConfigError: The task or the data are those of another model.
+        ConfigError: There is no such model, or the task or the data are those of another one.
     """
     model, run = _type_of(raw, "model", "transformer"), run_class(raw)
-    classes = {**SECTIONS, "model": MODELS.get(model, SECTIONS["model"])}
+    if model not in MODELS:
+        near = difflib.get_close_matches(model, MODELS, n=1)
+        raise ConfigError(
+            "unknown model",
+            where="model.type",
+            value=f'"{model}"',
+            allowed=", ".join(MODELS),
+            cure=f'did you mean "{near[0]}"?' if near else "",
+        )
+    classes = {**SECTIONS, "model": MODELS[model]}
     for name, types in (("task", TASKS), ("data", DATA)):
         classes[name] = fitting = _section_class(run, name)
         given = types.get(_type_of(raw, name, ""), fitting)
@@ -374,6 +356,13 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 where=f"train.loss_scale={train.loss_scale:g}",
             )
         )
+    if config.optimizer.ema_decay and config.offload.master == "host":
+        faults.append(
+            ConfigError(
+                'offload.master="host" is not there to be averaged; use "device", or 0 here',
+                where=f"optimizer.ema_decay={config.optimizer.ema_decay}",
+            )
+        )
     if (train.remat == BUDGET) != bool(train.memory_budget):
         faults.append(
             ConfigError(
@@ -385,59 +374,16 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
     return faults
 
 
-def _token_faults(config: LanguageRunConfig) -> list[ConfigError]:
-    faults: list[ConfigError] = []
-    data, model, precision = config.data, config.model, config.train.precision
-    if data.tokenizer not in TOKENIZERS and not data.tokenizer.endswith(".json"):
-        near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
-        faults.append(
-            ConfigError(
-                "unknown tokenizer",
-                where="data.tokenizer",
-                value=f'"{data.tokenizer}"',
-                allowed=f"{', '.join(TOKENIZERS)}, or the path of a tokenizer.json",
-                cure=f'did you mean "{near[0]}"?' if near else "",
-            )
-        )
-    if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
-        faults.append(
-            ConfigError(
-                f'train.precision="{precision}" has no such kernel; use "bfloat16" or "float16", '
-                'or model.attention="auto"',
-                where='model.attention="cudnn"',
-            )
-        )
-    return faults
-
-
-def _loss_faults(config: LanguageRunConfig, context: int) -> list[ConfigError]:
-    chunks, length = config.task.loss_chunks, config.data.sequence_length // max(context, 1)
-    if chunks <= length:
-        return []
-    return [
-        ConfigError(
-            f"a device has {length} positions of a sequence; use {length} or less",
-            where=f"task.loss_chunks={chunks}",
-        )
-    ]
-
-
-def _stage_faults(config: LanguageRunConfig, stages: int, vocab: int | None) -> list[ConfigError]:
-    """Why there is no such pipeline."""
-    if stages == 1:
-        return []
-    try:
-        make_stages(
-            config.pipeline,
-            config.model,
-            stages=stages,
-            microbatches=config.train.microbatches,
-            length=config.data.sequence_length,
-            vocab_size=config.model.vocab_size or vocab,
-        )
-    except ConfigError as fault:
-        return [fault]
-    return []
+def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    return language_faults(
+        config.model,
+        config.task,
+        config.data,
+        config.train,
+        config.sharding,
+        config.pipeline,
+        degrees,
+    )
 
 
 def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:

@@ -4,7 +4,7 @@ Owns: what is particular to them. Does not own: what all runs share (`run_progra
 interface (`run_work`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardtrain.config import ImageRunConfig
 from shardtrain.data.image_files import ImageInfo, open_images, require_classes
 from shardtrain.data.images import ImageData, blank_images
 from shardtrain.data.loader import Rows
+from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_image
 from shardtrain.models.resnet import ResNet
 from shardtrain.sharding.rules import Table
@@ -108,6 +109,31 @@ class ImageWork:
         """Images that count for nothing."""
         data = self.config.data
         return blank_images(rows, data.image_size, data.channels, mixes=data.mixup > 0)
+
+    def microbatches_alone(self) -> int:
+        """As many as batch norm has statistics of their own for."""
+        statistics = self.config.model.norm_statistics
+        if statistics == "per_replica":
+            raise ConfigError(
+                "each mesh is another run then: batch norm has the statistics of each device's own "
+                "samples, so there is nothing to compare",
+                where=f'model.norm_statistics="{statistics}"',
+                allowed='"global" or "microbatch"',
+            )
+        return self.config.train.microbatches if statistics == "microbatch" else 1
+
+    def shrunk(
+        self, sections: Mapping[str, Any], degrees: Mapping[str, int]
+    ) -> dict[str, dict[str, Any]]:
+        """A narrow network on images of 32 x 32 at most, two for each device."""
+        rows = degrees["replica"] * degrees["data"] * sections["train"]["microbatches"]
+        model, data = sections["model"], sections["data"]
+        small = {
+            "image_size": min(data["image_size"], 32),
+            "batch_size": min(data["batch_size"], 2 * rows),
+        }
+        width = {"width": min(model["width"], 8)}
+        return {**sections, "model": {**model, **width}, "data": {**data, **small}}
 
     def flops(self, size: int) -> int:
         """FLOPs of forward and backward for a global batch."""

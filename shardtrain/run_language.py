@@ -4,7 +4,7 @@ Owns: what is particular to them. Does not own: what all runs share (`run_progra
 interface (`run_work`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardtrain.tasks.base import Task
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create
 from shardtrain.train.kept import Part
+from shardtrain.verify.shrink import shrunk
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,16 @@ class LanguageWork:
         """Sequences that count for nothing."""
         data = self.config.data
         return blank_batch(rows, data.sequence_length, separate_documents=data.separate_documents)
+
+    def microbatches_alone(self) -> int:
+        """One: microbatches do not change what is computed."""
+        return 1
+
+    def shrunk(
+        self, sections: Mapping[str, Any], degrees: Mapping[str, int]
+    ) -> dict[str, dict[str, Any]]:
+        """Every size the smallest that the mesh still divides."""
+        return shrunk(sections, degrees)
 
     def flops(self, size: int) -> int:
         """FLOPs of forward and backward for a global batch."""

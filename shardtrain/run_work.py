@@ -4,7 +4,7 @@ Owns: the interface, and its table. Does not own: any kind (`run_language`, `run
 in a run (layout, optimizer, state, loop, checkpoints) is the same for every kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from jax.sharding import AbstractMesh, Mesh
@@ -96,6 +96,18 @@ class Work(Protocol):
 
     def blank(self, rows: int) -> Rows:
         """Rows that count for nothing; they tell shapes and dtypes without data."""
+
+    def microbatches_alone(self) -> int:
+        """Microbatches of a run on one device that computes the same; most have one.
+
+        Raises:
+            ConfigError: No other layout computes the same.
+        """
+
+    def shrunk(
+        self, sections: Mapping[str, Any], degrees: Mapping[str, int]
+    ) -> dict[str, dict[str, Any]]:
+        """A small run of the same kind on the same mesh, as sections; from its own sections."""
 
     def flops(self, size: int) -> int:
         """FLOPs of forward and backward for a global batch."""
