@@ -94,7 +94,8 @@ class ImageWork:
     def runner(self, mesh: Mesh | AbstractMesh, size: int) -> Runner:
         """Microbatches one after another; there is no stack of layers to loop over."""
         del mesh, size
-        return Accumulation(make_stack(), self.config.train.microbatches)
+        microbatches = self.config.train.microbatches
+        return Accumulation(make_stack(), microbatches, whole=True)
 
     def arrange(self, mesh: Mesh | AbstractMesh, compute: Table) -> Arrange:
         """As they are."""

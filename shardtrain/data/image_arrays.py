@@ -86,7 +86,7 @@ def read_npz(path: Path, channels: int) -> dict[str, Part]:
         DataError: it is cut off or damaged, or holds no images.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         raise DataError(

@@ -111,7 +111,7 @@ def _index_tar(path: Path, number: int, index: _Index, damage: Damage) -> None:
                 end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 _take(path, tar, member, images, classes)
     except (tarfile.TarError, EOFError) as error:
-        cut = f"{type(error).__name__} after {end} bytes: {error}"
+        cut = f"cut off or damaged after {end} bytes: {error}"
     if not cut and size < end + 2 * _BLOCK:  # the mark of the end
         cut = f"cut off after {size} bytes: the mark of its end is missing"
     if cut:

@@ -4,15 +4,15 @@ Owns: the arithmetic, and over which devices it reaches. Does not own: running s
 model holds and the state keeps.
 
 Under jit a batch is one array over all devices, so a mean over it is that of the global batch; XLA
-adds the collectives. Where gradients are added up shard by shard (`strategies.accumulate`), samples
-of the others are reached by the name of the mapped axis.
+adds the collectives.
 """
+
+from functools import partial
 
 import jax
 from jaxtyping import Array, Float
 
 from shardtrain.ops.sums import sum_dtype
-from shardtrain.sharding.mesh import DATA_AXES, SHARDS
 from shardtrain.sharding.rules import constrain, current
 
 Statistics = tuple[Float[Array, " embed"], Float[Array, " embed"]]
@@ -46,20 +46,57 @@ def batch_norm(
         >>> float(mean[0]), float(variance[0])
         (1.5, 2.75)
     """
-    wide = x.astype(sum_dtype(x.dtype))
     groups = _shards() if per_replica else 1
     # One group a shard: cutting the batch there moves nothing.
-    grouped = wide.reshape(groups, -1, *x.shape[1:])
+    grouped = x.reshape(groups, -1, *x.shape[1:])
     if groups > 1:
         grouped = constrain(grouped, "batch", None, None, None, None)
-    mean = _mean(grouped, per_replica)
-    centred = grouped - mean
+    y, mean, variance = _norm(epsilon, grouped, scale, bias)
+    return y.reshape(x.shape), (mean.mean(_PLACES), variance.mean(_PLACES))
+
+
+_PLACES = (0, 1, 2, 3)
+"""All dims of [groups, batch, height, width, embed] but the last."""
+Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+"""The input, scale and bias; of each group and channel the mean and 1 / deviation."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(
+    epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalised activations; and mean and variance of each group, without a gradient."""
+    return _forward(epsilon, x, scale, bias)[0]
+
+
+def _forward(
+    epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Saved]:
+    wide = _wide(x)
+    mean = _mean(wide)
+    centred = wide - mean
     # Of what is left after the mean: E[x^2] - E[x]^2 would lose digits where means are large.
-    variance = _mean(centred * centred, per_replica)
-    factor = jax.lax.rsqrt(variance + epsilon) * scale.astype(wide.dtype)
-    y = centred * factor + bias.astype(wide.dtype)
-    observed = (mean.mean((0, 1, 2, 3)), variance.mean((0, 1, 2, 3)))
-    return y.reshape(x.shape).astype(x.dtype), observed
+    variance = _mean(centred * centred)
+    inverse = jax.lax.rsqrt(variance + epsilon)
+    y = centred * (inverse * _wide(scale)) + _wide(bias)
+    return (y.astype(x.dtype), mean, variance), (x, scale, bias, mean, inverse)
+
+
+def _backward(
+    epsilon: float, saved: Saved, cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keeps the input where automatic differentiation would keep several wide copies."""
+    del epsilon
+    x, scale, bias, mean, inverse = saved
+    g, normalised = _wide(cotangents[0]), (_wide(x) - mean) * inverse
+    along = g * normalised
+    rest = _mean(g) + normalised * _mean(along)
+    dx = (g - rest) * (inverse * _wide(scale))
+    dscale, dbias = along.sum(_PLACES), g.sum(_PLACES)
+    return dx.astype(x.dtype), dscale.astype(scale.dtype), dbias.astype(bias.dtype)
+
+
+_norm.defvjp(_forward, _backward)
 
 
 def normalise(
@@ -78,14 +115,13 @@ def normalise(
     return y.astype(x.dtype)
 
 
-def _mean(grouped: jax.Array, per_replica: bool) -> jax.Array:
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(sum_dtype(x.dtype))
+
+
+def _mean(grouped: jax.Array) -> jax.Array:
     """The mean of each group and channel, [groups, 1, 1, 1, embed]."""
-    mean = grouped.mean((1, 2, 3), keepdims=True)
-    active = current()
-    if per_replica or active is None or not active.mapped & set(DATA_AXES):
-        return mean
-    reduced: jax.Array = jax.lax.pmean(mean, SHARDS)
-    return reduced
+    return grouped.mean((1, 2, 3), keepdims=True)
 
 
 def _shards() -> int:

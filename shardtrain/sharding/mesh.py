@@ -22,9 +22,6 @@ PIPELINE = "pipeline"
 DATA_AXES = ("replica", "data")
 """The axes that share out the samples of a batch."""
 
-SHARDS = "shards"
-"""What code that is mapped over the data shards (`jax.vmap`) calls that axis in its collectives."""
-
 
 def make_mesh(
     *,

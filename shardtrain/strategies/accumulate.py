@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import DATA_AXES, SHARDS, data_axes, data_degree
+from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
 from shardtrain.strategies.order import LayerOrder
@@ -35,6 +35,8 @@ class Accumulation:
     """Parts of a step's batch."""
     order: LayerOrder = LayerOrder()  # noqa: RUF009  # frozen
     """As the model is."""
+    whole: bool = False
+    """Whether the loss must see whole microbatches; see `make_gradients`."""
 
     @property
     def sums_gradients(self) -> bool:
@@ -50,7 +52,13 @@ class Accumulation:
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
-        return make_gradients(loss, placement, microbatches=self.microbatches, dtype=dtype)
+        return make_gradients(
+            loss,
+            placement,
+            microbatches=self.microbatches,
+            dtype=dtype,
+            whole=self.whole,
+        )
 
     def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
         """Sums over all microbatches; see `Runner`."""
@@ -66,7 +74,12 @@ class Accumulation:
 
 
 def make_gradients(
-    loss: LossFn, placement: Placement, *, microbatches: int, dtype: Any
+    loss: LossFn,
+    placement: Placement,
+    *,
+    microbatches: int,
+    dtype: Any,
+    whole: bool = False,
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Wraps a loss into the gradient function of a whole step.
 
@@ -75,13 +88,15 @@ def make_gradients(
         placement: where parameters and gradients rest.
         microbatches: leading dim of every batch leaf.
         dtype: what several gradients are added up in.
+        whole: whether the loss must see whole microbatches, so that each is reduced: samples depend
+            on each other, as with batch norm, or there are convolutions (`has_convolution`).
 
     Returns:
         (params, batch, shared) -> (sums, gradients); batch leaves are [microbatches, batch, ...].
     """
     if microbatches == 1:
         gradients = _single(loss)
-    elif placement.zero >= 2 or data_degree(placement.mesh) == 1:
+    elif whole or placement.zero >= 2 or data_degree(placement.mesh) == 1:
         gradients = _scattered_each(loss, placement, dtype)
     else:
         gradients = _reduced_once(loss, placement, dtype)
@@ -91,6 +106,15 @@ def make_gradients(
         return sums, constrain_tree(grads, placement.optimizer)
 
     return placed
+
+
+def has_convolution(loss: LossFn, params: PyTree, part: PyTree, shared: PyTree) -> bool:
+    """Whether a loss must see whole microbatches because there is a convolution in it.
+
+    XLA (of jax 0.10.2 and 0.12) partitions the gradient of a convolution's window wrongly where it
+    is mapped over shards: with one sample a shard or a window of 1 x 1 the numbers are others.
+    """
+    return "conv_general_dilated" in str(jax.make_jaxpr(loss)(params, part, shared))
 
 
 def _grad(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
@@ -109,7 +133,7 @@ def _single(loss: LossFn) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Py
 def _scattered_each(
     loss: LossFn, placement: Placement, dtype: Any
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Adds up gradients that are each whole (one data shard) or each scattered (ZeRO 2-3)."""
+    """Adds up gradients of whole microbatches, each where `placement.gradients` says."""
 
     def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
@@ -136,9 +160,7 @@ def _reduced_once(
         return NamedSharding(mesh, PartitionSpec(axes, *sharding.spec))
 
     def gradients(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        per_shard = jax.vmap(
-            _grad(loss), in_axes=(None, 0, None), axis_name=SHARDS, spmd_axis_name=axes
-        )
+        per_shard = jax.vmap(_grad(loss), in_axes=(None, 0, None), spmd_axis_name=axes)
         apart_each = jax.tree.map(apart, placement.computed)
 
         def body(total: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:

@@ -80,7 +80,7 @@ class ImageClassification:
     @staticmethod
     def _rank(scores: jax.Array, label: jax.Array) -> jax.Array:
         """How many classes are likelier than the right one, [batch]; of equal ones the lower."""
-        places = jnp.arange(scores.shape[-1])
+        places = jnp.arange(scores.shape[-1], dtype=label.dtype)
         own = jnp.sum(jnp.where(places == label[:, None], scores, 0), -1, keepdims=True)
         before = (scores > own) | ((scores == own) & (places < label[:, None]))
         # What is no number is never right.

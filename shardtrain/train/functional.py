@@ -24,7 +24,7 @@ from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import data_axes, data_degree
 from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
-from shardtrain.strategies.accumulate import make_gradients
+from shardtrain.strategies.accumulate import has_convolution, make_gradients
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.precision import cast, policy
 from shardtrain.train.own_model import check_layout, check_names, own_table, place_batch
@@ -158,11 +158,15 @@ class TrainStep:
             value = value * (self.weight(batch) / total).astype(value.dtype) * scale
             return value, {"loss": value}
 
-        accumulated = make_gradients(
-            loss,
-            placement,
-            microbatches=self.microbatches,
-            dtype=self.optimizer.policy.accumulate,
+        shards, whole = (
+            make_gradients(
+                loss,
+                placement,
+                microbatches=self.microbatches,
+                dtype=self.optimizer.policy.accumulate,
+                whole=whole,
+            )
+            for whole in (False, True)
         )
 
         def gradients(
@@ -173,7 +177,10 @@ class TrainStep:
             parts = jax.tree.map(self._cut, (batch, keys))
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
-                metrics, grads = accumulated(params, parts, (self.weight(batch), scale))
+                shared = (self.weight(batch), scale)
+                first = jax.tree.map(lambda x: x[0], parts)
+                way = whole if has_convolution(loss, params, first, shared) else shards
+                metrics, grads = way(params, parts, shared)
             return {"loss": metrics["loss"] / scale}, {}, grads
 
         return gradients
