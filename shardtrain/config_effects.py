@@ -3,8 +3,9 @@
 Owns: which keys are idle under which other settings. Does not own: faults (`shardtrain.config`).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -46,11 +47,7 @@ def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> di
     """
     sizes = degrees or config.mesh.model_dump()
     layout = (*_layout(config, sizes), *_pipeline(config, sizes))
-    own: Iterator[tuple[str, str]] = iter(())
-    if isinstance(config, LanguageRunConfig):
-        own = _language(config)
-    elif isinstance(config, ImageRunConfig):
-        own = _images(config)
+    own = EFFECTS[type(config)](config)
     return dict((*own, *_optimizer(config), *layout, *_times(config)))
 
 
@@ -166,3 +163,10 @@ def _times(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "eval.every", f"the run ends after {steps} steps, and evaluates then"
     if config.eval.steps and not config.data.path and not config.data.validation_fraction:
         yield "eval.steps", "data.validation_fraction=0 keeps nothing to evaluate on"
+
+
+EFFECTS: Final[dict[type[RunConfig], Callable[[Any], Iterator[tuple[str, str]]]]] = {
+    LanguageRunConfig: _language,
+    ImageRunConfig: _images,
+}
+"""What has no effect in each kind of run, beyond what has none in any."""
