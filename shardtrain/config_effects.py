@@ -85,7 +85,8 @@ def ineffective_settings(
 def _images(config: ImageRunConfig) -> Iterator[tuple[str, str]]:
     yield "eval.sample_tokens", "a model of images writes no text"
     yield "targets.tokens_per_second", "there are no tokens; targets.mfu is one for any run"
-    if config.data.path and (Path(config.data.path) / "val").is_dir():
+    folders = [Path(config.data.path) / name for name in ("val", "valid", "validation", "test")]
+    if config.data.path and any(folder.is_dir() for folder in folders):
         yield "data.validation_fraction", "the data has images for validation of its own"
 
 
