@@ -129,6 +129,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
                     "count": count,
                     "parameters": rows,
                     "total": total,
+                    "beside": report.beside,
                     "memory": memory,
                 }
             )
@@ -148,6 +149,8 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
         "bytes on one device"
     )
     console.print(table)
+    if report.beside:
+        console.print(f"statistics and averages beside them: {human_bytes(report.beside)}")
     return 0
 
 

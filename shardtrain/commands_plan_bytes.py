@@ -22,7 +22,6 @@ from shardtrain.run_program import count_parameters, lower_step, make_program, m
 from shardtrain.run_work import find_size
 from shardtrain.sharding.chips import CHIPS
 from shardtrain.sharding.mesh import abstract_mesh
-from shardtrain.sharding.placement import tree_bytes
 from shardtrain.train.screen import human_bytes
 
 Bytes = dict[str, int]
@@ -69,11 +68,10 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
         config, vocab_size=size, mesh=abstract_mesh(degrees, platform_of(cluster))
     )
     found = make_report(program)
-    beside = tree_bytes(program.shapes.model_state, program.shardings.model_state)
     state = {
         "parameters": found.parameters,
         "optimizer": found.optimizer,
-        "statistics and averages": beside,
+        "statistics and averages": found.beside,
     }
     compiled = _compile(options, config, size, cluster) if options.compile else None
     step = {} if compiled is None else _step(compiled)

@@ -106,6 +106,7 @@ def make_report(program: Program) -> Report:
         program.placement,
         params=program.shapes.params,
         opt_state=program.shapes.opt_state,
+        model_state=program.shapes.model_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
     )
 

@@ -147,6 +147,7 @@ class Attempt:
             ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
              f"{human_bytes(bytes_.parameters)}, gradients {human_bytes(bytes_.gradients)}, "
              f"optimizer {human_bytes(bytes_.optimizer)}"
+             + (f", beside them {human_bytes(bytes_.beside)}" if bytes_.beside else "")
              + (f"; on the host {human_bytes(bytes_.host)}" if bytes_.host else "")),
             ("steps", f"{self.cadence.last:,} of {run.work.portions}"),
             ("folder", str(self.directory.path)),

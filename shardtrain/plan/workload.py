@@ -239,9 +239,11 @@ class Workload:
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
         device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
+        averages = jax.eval_shape(lambda master: self.program.kept.init(master, {}), masters)
+        beside = tree_bytes(averages, placement.beside(averages))
         return State(
             parameters=tree_bytes(params, placement.params),
-            optimizer=sum(device.values()),
+            optimizer=sum(device.values()) + beside,
             master=sum(size for path, size in device.items() if path.startswith(f"{MASTER}/")),
             host=sum(host.values()),
             entries=entries,

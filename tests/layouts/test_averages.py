@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from shardtrain.config import load_config
-from shardtrain.run_program import make_program
+from shardtrain.run_program import make_program, make_report
+from shardtrain.run_workload import layout_of, make_workload
 from shardtrain.train.build import Program
 from shardtrain.train.kept import EMA
 from shardtrain.verify.compare import Subject, compare
@@ -49,7 +50,8 @@ def test_averages_are_those_of_one_device(case: Case) -> None:
 
 
 def test_it_rests_like_the_state_of_the_optimizer() -> None:
-    made = program(Case(mesh="8x1", zero=1, precision="bfloat16"))
+    case = Case(mesh="8x1", zero=1, precision="bfloat16")
+    made = program(case)
     places = made.shardings
     jax.tree.map(
         lambda mean, master: np.testing.assert_equal(mean.spec, master.spec),
@@ -57,3 +59,13 @@ def test_it_rests_like_the_state_of_the_optimizer() -> None:
         places.opt_state["master"],
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(made.shapes.model_state)} == {"float32"}
+    # The plan and the placement report count it: 4 bytes an entry, in 8 shards.
+    plain = make_program(load_config(case.sections()), vocab_size=VOCAB, devices=jax.devices())
+    held = [make_report(of) for of in (plain, made)]
+    assert held[1].beside == held[1].state - held[0].state
+    config = load_config(case.sections(), {"optimizer.ema_decay": 0.9})
+    moments = [
+        make_workload(some, VOCAB, "cpu").state(layout_of(some, 8)).optimizer
+        for some in (load_config(case.sections()), config)
+    ]
+    assert moments[1] - moments[0] == held[1].beside
