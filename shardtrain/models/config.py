@@ -121,9 +121,9 @@ class ResNetConfig(BaseModel):
 
     type: Literal["resnet"] = "resnet"
     """Which model this is."""
-    depth: Literal[18, 34, 50, 101] = 50
-    """Layers with weights. From 50 on blocks are bottlenecks, which stride in their 3 x 3
-    convolution (version 1.5)."""
+    depth: Literal[10, 18, 34, 50, 101] = 50
+    """Layers with weights; 10 has one block a stage, for small trials. From 50 on blocks are
+    bottlenecks, which stride in their 3 x 3 convolution (version 1.5)."""
     width: int = Field(64, ge=1)
     """Channels of the first stage; each later one has twice as many."""
     stem: Literal["large", "small"] = "large"

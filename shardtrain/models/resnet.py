@@ -1,4 +1,4 @@
-"""Residual networks 18, 34, 50 and 101 (He et al. 2015, arXiv 1512.03385), version 1.5.
+"""Residual networks 10, 18, 34, 50 and 101 (He et al. 2015, arXiv 1512.03385), version 1.5.
 
 Owns: parameters, their logical names, and the arithmetic. A network is no stack of equal layers, so
 it has no `layers`, and no pipeline can share it out. Does not own: which numbers batch norm takes

@@ -10,12 +10,13 @@ from typing import Final
 from shardtrain.models.config import ResNetConfig
 
 DEPTHS: Final[dict[int, tuple[int, int, int, int]]] = {
+    10: (1, 1, 1, 1),
     18: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
     101: (3, 4, 23, 3),
 }
-"""Blocks of the four stages, by depth (table 1 of arXiv 1512.03385)."""
+"""Blocks of the four stages, by depth (table 1 of arXiv 1512.03385; 10 is not in it)."""
 EXPANSION: Final = 4
 """How many times more channels a bottleneck makes than it works with."""
 

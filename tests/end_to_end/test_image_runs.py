@@ -19,7 +19,7 @@ cpu_devices = 8
 
 [model]
 type = "resnet"
-depth = 18
+depth = 10
 width = 8
 stem = "small"
 norm_momentum = 0.7

@@ -47,7 +47,7 @@ class Case:
             "run": {"steps": 20, "seed": 3},
             "model": {
                 "type": "resnet",
-                "depth": 18,
+                "depth": 10,
                 "width": 8,
                 "stem": "small",
                 "norm_statistics": self.statistics,

@@ -115,5 +115,5 @@ def test_a_plan_states_bytes_and_whether_they_fit(capsys: pytest.CaptureFixture[
     assert held["parameters"] == 2 * count
     # Masters and momentum, 4 bytes each, on 8 devices; the classes' bias is on all.
     assert held["optimizer"] == pytest.approx(count, rel=0.01)
-    assert cli.main([*words, "--target", "h100:1x8", "--model.width", "8192"]) == 4
+    assert cli.main([*words, "--target", "h100:1x8", "--model.width", "4096"]) == 4
     assert not json.loads(capsys.readouterr().out)["fits"]
