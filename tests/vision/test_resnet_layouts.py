@@ -14,10 +14,14 @@ from shardtrain.verify.compare import BOUNDS, Comparison, compare
 DP8 = (("data", 8),)
 CASES = [
     Case(DP8),
-    Case(DP8, zero=1),
-    Case((("replica", 2), ("data", 4)), zero=3),
     # One image a device: where XLA would partition a mapped gradient wrongly.
     Case(DP8, zero=1, microbatches=2, statistics="microbatch"),
+]
+MORE = [
+    Case(DP8, zero=1),
+    Case((("replica", 2), ("data", 4)), zero=3),
+    Case(DP8, zero=2, microbatches=2, statistics="microbatch"),
+    Case(DP8, zero=1, precision="float32"),
 ]
 
 
@@ -33,6 +37,13 @@ def test_layout_equals_one_device(case: Case) -> None:
     result = difference(case)
     assert result.equal, result
     assert {path.split("/")[0] for path in result.kept} == {"statistics", "ema"}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_layouts_equal_one_device(case: Case) -> None:
+    result = difference(case)
+    assert result.equal, result
 
 
 def test_layout_equals_one_device_in_float32() -> None:
