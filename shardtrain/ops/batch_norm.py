@@ -13,6 +13,7 @@ import jax
 from jaxtyping import Array, Float
 
 from shardtrain.ops.sums import sum_dtype
+from shardtrain.sharding.placement import split_size
 from shardtrain.sharding.rules import constrain, current
 
 Statistics = tuple[Float[Array, " embed"], Float[Array, " embed"]]
@@ -31,8 +32,8 @@ def batch_norm(
 
     Args:
         x: activations.
-        scale: multiplied by, after normalisation.
-        bias: added after that.
+        scale: what the normalised activations are multiplied by.
+        bias: what is added then.
         epsilon: added to the variance.
         per_replica: whether each data shard normalises by its own samples alone.
 
@@ -41,6 +42,7 @@ def batch_norm(
         the unbiased one) in at least float32. With `per_replica` they are means over the shards.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.array([0.0, 0.0, 2.0, 4.0]).reshape(4, 1, 1, 1)
         >>> _, (mean, variance) = batch_norm(x, jnp.ones(1), jnp.zeros(1), epsilon=0.0)
         >>> float(mean[0]), float(variance[0])
@@ -108,10 +110,8 @@ def normalise(
     epsilon: float,
 ) -> Float[Array, "batch height width embed"]:
     """The same by given statistics, as in evaluation: it depends on no other sample."""
-    mean, variance = statistics
-    wide = x.astype(sum_dtype(x.dtype))
-    factor = jax.lax.rsqrt(variance.astype(wide.dtype) + epsilon) * scale.astype(wide.dtype)
-    y = (wide - mean.astype(wide.dtype)) * factor + bias.astype(wide.dtype)
+    wide, (mean, variance) = _wide(x), map(_wide, statistics)
+    y = (wide - mean) * (jax.lax.rsqrt(variance + epsilon) * _wide(scale)) + _wide(bias)
     return y.astype(x.dtype)
 
 
@@ -127,9 +127,4 @@ def _mean(grouped: jax.Array) -> jax.Array:
 def _shards() -> int:
     """Over how many devices the batch is split in the traced code."""
     active = current()
-    if active is None:
-        return 1
-    degree = 1
-    for axis in active.axes("batch"):
-        degree *= active.mesh.shape[axis]
-    return degree
+    return 1 if active is None else split_size(active.mesh, active.axes("batch"))
