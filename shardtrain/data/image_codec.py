@@ -55,7 +55,9 @@ def decode(data: bytes, channels: int) -> Pixels:
         with image_class.open(io.BytesIO(data)) as image:
             decoded = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
-        raise ImageFault(f"{type(error).__name__}: {error}") from error
+        name = type(error).__name__
+        known = name != "UnidentifiedImageError"  # whose text is the address of an object
+        raise ImageFault(f"{name}: {error}" if known else "no image that Pillow knows") from error
     return decoded[:, :, None] if channels == 1 else decoded
 
 

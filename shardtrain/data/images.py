@@ -65,13 +65,13 @@ class BadImages:
     policy: str
     """ "stop" or "skip"."""
     say: Callable[[str], None]
-    _found: set[int] = field(default_factory=set)
+    _found: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def met(self, index: int, place: str, why: ImageFault) -> None:
+    def met(self, place: str, why: ImageFault) -> None:
         """Counts an image, or stops.
 
         Raises:
@@ -85,9 +85,9 @@ class BadImages:
                 cure='repair or delete it, or set data.bad_images to "skip"',
             )
         with self._lock:
-            if index in self._found:
+            if place in self._found:
                 return
-            self._found.add(index)
+            self._found.add(place)
             count = len(self._found)
         if count <= _SHOWN:
             more = "" if count < _SHOWN else "; further ones are only counted"
@@ -211,7 +211,7 @@ class ImageData:
         try:
             return self.source.read(index), int(self.source.labels[index])
         except ImageFault as why:
-            self.bad.met(index, self.source.place(index), why)
+            self.bad.met(self.source.place(index), why)
             return None
 
     def _readable(self, sample: int) -> tuple[Pixels, int]:
