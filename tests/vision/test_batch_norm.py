@@ -27,6 +27,7 @@ def statistics(x: jax.Array, *, data: int, per_replica: bool) -> tuple[float, fl
     return float(mean[0]), float(variance[0])
 
 
+@pytest.mark.smoke312
 @pytest.mark.parametrize("data", [1, 2, 4])
 def test_statistics_are_those_of_the_global_batch(data: int) -> None:  # O-21
     """Shards [0, 0] and [2, 4]: the mean of their own variances would be 0.5."""
