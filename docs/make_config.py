@@ -4,6 +4,7 @@ python docs/make_config.py      after a key has changed; a test fails while the 
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardtrain.config import SECTIONS
+from shardtrain.config import MODELS, SECTIONS, TYPES, section_classes
 from shardtrain.config_text import value_text
 
 PAGE = Path(__file__).with_name("config.md")
@@ -27,6 +28,9 @@ refused, with the nearest known key. Every key is a flag too:
 `sharding.rules` are written `rules = { vocab = "tensor", mlp = "" }` in a file, and as pairs in one
 flag, `--sharding.rules vocab tensor`, on the command line.
 
+`model.type` says what kind of run it is, and with it go the types of `[task]` and `[data]`: a
+"transformer" learns from "text", a "resnet" from "images" (docs/vision.md).
+
 `shardtrain config my.toml` prints a config with every key resolved, and says which keys have no
 effect in that run. `shardtrain config my.toml --template` writes it with the texts of this page as
 comments.
@@ -36,11 +40,20 @@ BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 def page() -> str:
     """The page: one table a section, one row a key."""
-    count = sum(len(section.model_fields) for section in SECTIONS.values())
-    parts = [INTRODUCTION, f"There are {count} keys in {len(SECTIONS)} sections.\n"]
+    counts = {name: keys(section_classes({"model": {"type": name}})) for name in MODELS}
+    told = " and ".join(f"{count} keys with a {name}" for name, count in counts.items())
+    parts = [INTRODUCTION, f"There are {len(SECTIONS)} sections; a run has {told}.\n"]
     for name, section in SECTIONS.items():
-        parts.append(f"## [{name}]\n\n{sentence(section.__doc__)}\n\n{table(name, section)}")
+        kinds = TYPES.get(name, {"": section})
+        for word, part in kinds.items():
+            title = f'## [{name}], type = "{word}"' if word else f"## [{name}]"
+            parts.append(f"{title}\n\n{sentence(part.__doc__)}\n\n{table(name, part)}")
     return "\n".join(parts)
+
+
+def keys(sections: Mapping[str, type[BaseModel]]) -> int:
+    """How many keys some sections have."""
+    return sum(len(section.model_fields) for section in sections.values())
 
 
 def table(name: str, section: type[BaseModel]) -> str:

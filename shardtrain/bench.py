@@ -19,7 +19,6 @@ from rich.table import Table
 
 from shardtrain.config import RunConfig
 from shardtrain.errors import ConfigError
-from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run, build
 from shardtrain.run_program import abstract_batch
 from shardtrain.sharding.mesh import split_axes
@@ -90,18 +89,13 @@ def _batches(run: Run, count: int) -> Iterator[dict[str, jax.Array]]:
 
 def _figures(run: Run, timings: Timings) -> Figures:
     config, devices = run.config, list(run.mesh.devices.flat)
-    tokens = config.data.batch_size * config.data.sequence_length
-    median = statistics.median(timings.seconds)
-    flops = tokens * training_flops_per_token(
-        config.model,
-        vocab_size=config.model.vocab_size or run.info.vocab_size,
-        length=config.data.sequence_length,
-    )
+    median, work = statistics.median(timings.seconds), run.work
+    flops = work.flops(run.size)
     mfu = utilisation(flops / median, devices, config.train.precision)
     return {
         "peer": "shardtrain",
         "size": config.run.name.removeprefix("bench_"),
-        "tokens_per_s": round(tokens / median, 1),
+        f"{work.unit}_per_s": round(work.units / median, 1),
         "ms_step_median": round(median * 1e3, 1),
         "peak_rss_mb": round(_peak_rss_mb()),
         "mfu": None if mfu is None else round(mfu, 4),

@@ -15,7 +15,7 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardtrain.config import SECTIONS, section_classes
+from shardtrain.config import SECTIONS, TYPES, section_classes
 from shardtrain.config_files import put, read_source
 from shardtrain.config_keys import section_faults, unknown_key
 from shardtrain.errors import ConfigError, raise_all
@@ -92,7 +92,6 @@ def parse(
     """
     given = scan(arguments, _arity(kind))
     dotted = {flag: words for flag, words in given.values.items() if "." in flag}
-    raise_all([fault for flag in dotted if (fault := _unknown(flag)) is not None])
     name = given.words[0] if given.words else _defaults(kind)[source]
     if not isinstance(name, str):
         if "help" not in given.values and "-h" not in arguments:
@@ -100,12 +99,14 @@ def parse(
         name = None
     raw, places, _ = read_source(sections(name) if sections and name else name)
     for flag, words in dotted.items():
-        if flag in ("model.type", "task.type") and words:
+        if flag in ("model.type", "task.type", "data.type") and words:
             put(raw, flag, words[0])
             places.pop(flag, None)
-    raise_all(section_faults(raw, section_classes(raw), places, complete=False))
+    classes = section_classes(raw)
+    raise_all([fault for flag in dotted if (fault := _unknown(flag, classes)) is not None])
+    raise_all(section_faults(raw, classes, places, complete=False))
     parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")])]
-    parts += [(key, _flags(part, raw.get(key, {}))) for key, part in section_classes(raw).items()]
+    parts += [(key, _flags(part, raw.get(key, {}))) for key, part in classes.items()]
     found = _run(dataclasses.make_dataclass("Arguments", parts), arguments, command, kind.__doc__)
     values = {
         flag: getattr(getattr(found, flag.split(".")[0]), flag.split(".")[1]) for flag in dotted
@@ -194,13 +195,13 @@ def _plain(field: FieldInfo) -> Any:
     return dict[str, str] if get_origin(field.annotation) is dict else field.annotation
 
 
-def _unknown(flag: str) -> ConfigError | None:
+def _unknown(flag: str, classes: Mapping[str, type[BaseModel]]) -> ConfigError | None:
     section, key = flag.split(".", 1)
-    if section in SECTIONS and key in SECTIONS[section].model_fields:
+    if section in classes and key in classes[section].model_fields:
         return None
-    what = "key" if section in SECTIONS else "section"
-    known, name = (section, key) if section in SECTIONS else ("", section)
-    fault = unknown_key(SECTIONS, known, name, {}, what=what)
+    what = "key" if section in classes else "section"
+    known, name = (section, key) if section in classes else ("", section)
+    fault = unknown_key(classes, known, name, {}, what=what)
     fault.where = f"--{flag}"
     return fault
 
@@ -211,7 +212,9 @@ def _arity(kind: type) -> dict[str, int | None]:
     hints = get_type_hints(kind)
     arity |= {name: 0 for name, hint in hints.items() if hint is bool}
     arity |= {name: None for name, hint in hints.items() if get_origin(hint) is tuple}
-    for section, part in SECTIONS.items():
+    parts = [*SECTIONS.items()]
+    parts += [(name, part) for name, types in TYPES.items() for part in types.values()]
+    for section, part in parts:
         for key, field in part.model_fields.items():
             if get_origin(field.annotation) in (dict, list):
                 arity[f"{section}.{key}"] = None

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from shardtrain.config import RunConfig
+from shardtrain.config import LanguageRunConfig, RunConfig
 from shardtrain.plan.options import PlanOptions
 
 
@@ -37,6 +37,10 @@ def plan_command(options: PlanFlags, config: RunConfig) -> int:
     """
     # Nothing runs here, and an installed plug-in would look for its devices.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if not isinstance(config, LanguageRunConfig):
+        from shardtrain.commands_plan_bytes import plan_bytes
+
+        return plan_bytes(options, config)
     from shardtrain.commands_plan import run_plan
 
     return run_plan(options, config)

@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtrain.config import RunConfig, known_vocab, load_config
-from shardtrain.data.sources import open_data
+from shardtrain.config import RunConfig, load_config
 from shardtrain.errors import EXIT_FAILED
 from shardtrain.run import Run, build
 from shardtrain.run_program import count_parameters, make_program, make_report
+from shardtrain.run_work import find_size, work_of
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
 from shardtrain.train.screen import human_bytes
 from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
-from shardtrain.verify.shrink import shrunk
 
 # -- verify
 
@@ -38,24 +37,30 @@ def verify(config: RunConfig, *, steps: int = 3, shrink: bool = False) -> Compar
     """
     devices = jax.devices()
     precision = "float64" if devices[0].platform == "cpu" else "float32"
-    sections = config.model_dump()
+    work, sections = work_of(config), config.model_dump()
+    alone = work.microbatches_alone()
     if shrink:
-        sections = shrunk(sections, config.mesh.degrees(len(devices)))
+        sections = work.shrunk(sections, config.mesh.degrees(len(devices)))
     sections["train"]["precision"] = precision
     # GPUs round the operands of float32 products to 10 bits unless told otherwise.
     with jax.enable_x64(precision == "float64"), jax.default_matmul_precision("highest"):
         layout = build(load_config(sections), devices=devices)
-        one = build(load_config(on_one_device(sections)), devices=devices[:1])
+        one = build(load_config(on_one_device(sections, alone)), devices=devices[:1])
         return compare(_subject(layout), _subject(one), steps=steps, bound=BOUNDS[precision])
 
 
-def on_one_device(sections: dict[str, Any]) -> dict[str, Any]:
-    """The same run with no feature of a layout."""
+def on_one_device(sections: dict[str, Any], microbatches: int = 1) -> dict[str, Any]:
+    """The same run with no feature of a layout.
+
+    Args:
+        sections: a whole config.
+        microbatches: more than one where they are a part of what is computed.
+    """
     return {
         **sections,
         "mesh": dict.fromkeys(MESH_AXES, 1),
         "sharding": {"zero": 0},
-        "train": {**sections["train"], "microbatches": 1, "remat": "none"},
+        "train": {**sections["train"], "microbatches": microbatches, "remat": "none"},
     }
 
 
@@ -72,6 +77,8 @@ def verify_command(config: RunConfig, *, steps: int, shrink: bool, json: bool) -
     table = Table("parameter", "gradient", "updated", box=None)
     for path, difference in result.gradients.items():
         table.add_row(path, f"{difference:.1e}", f"{result.parameters[path]:.1e}")
+    for path, difference in result.kept.items():
+        table.add_row(path, "", f"{difference:.1e}")
     console = Console(highlight=False)
     console.print(table)
     verdict = "equal" if result.equal else "NOT equal"
@@ -98,7 +105,7 @@ def placement(config: RunConfig) -> tuple[Report, Mesh | AbstractMesh, int]:
     asked = math.prod(d for d in config.mesh.model_dump().values() if d > 0)
     fits = config.mesh.data == -1 or asked == count
     mesh = None if fits else abstract_mesh(config.mesh.model_dump())
-    vocab = config.model.vocab_size or known_vocab(config) or open_data(config.data)[2].vocab_size
+    vocab = find_size(config)
     program = make_program(config, vocab_size=vocab, mesh=mesh)
     return make_report(program), program.layout.mesh, count_parameters(program, vocab)
 
@@ -122,6 +129,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
                     "count": count,
                     "parameters": rows,
                     "total": total,
+                    "beside": report.beside,
                     "memory": memory,
                 }
             )
@@ -141,6 +149,8 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
         "bytes on one device"
     )
     console.print(table)
+    if report.beside:
+        console.print(f"statistics and averages beside them: {human_bytes(report.beside)}")
     return 0
 
 

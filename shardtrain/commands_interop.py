@@ -16,7 +16,14 @@ from jax.sharding import AbstractMesh
 from numpy.typing import NDArray
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.config import RunConfig, load_config, resolve_mesh, to_toml
+from shardtrain.config import (
+    LanguageRunConfig,
+    RunConfig,
+    load_config,
+    only_language,
+    resolve_mesh,
+    to_toml,
+)
 from shardtrain.data.sources import open_tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.interop.family import Family, Sizes
@@ -56,7 +63,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
         json: print JSON and nothing else.
     """
     source, target = Path(folder), Path(out)
-    config = _in_folder(config, source, target)
+    config = _in_folder(only_language(config, "an import"), source, target)
     resolve_mesh(config, jax.device_count())
     family = family_of(Keys.read(source / CONFIG_FILE))
     program = make_program(config, vocab_size=config.model.vocab_size)
@@ -98,7 +105,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
     return 0
 
 
-def _in_folder(config: RunConfig, source: Path, target: Path) -> RunConfig:
+def _in_folder(config: LanguageRunConfig, source: Path, target: Path) -> LanguageRunConfig:
     """The config of the run as it lies in its folder."""
     sections = config.model_dump()
     if config.run.dir != f"runs/{config.run.name}":  # which is what it is unless it is given
@@ -108,10 +115,10 @@ def _in_folder(config: RunConfig, source: Path, target: Path) -> RunConfig:
     sections["run"]["dir"] = str(target)
     if Path(config.data.tokenizer) == source / TOKENIZER_FILE:
         sections["data"]["tokenizer"] = str(target / TOKENIZER_FILE)
-    return load_config(sections)
+    return only_language(load_config(sections), "an import")
 
 
-def _parameters(config: RunConfig, program: Program) -> dict[str, Parameter]:
+def _parameters(config: LanguageRunConfig, program: Program) -> dict[str, Parameter]:
     weights, names = program.abstract_weights, program.placement.names
     return parameters(weights, names, vocab_size=config.model.vocab_size)
 
@@ -135,6 +142,7 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         dtype: of the weights, or "auto".
         json: print JSON and nothing else.
     """
+    config = only_language(config, "an export")
     family = choose_family(config.model)
     target = _new_folder(out)
     run = Path(config.run.dir)
@@ -194,7 +202,7 @@ def _new_folder(out: str) -> Path:
     return target
 
 
-def _with_vocabulary(config: RunConfig) -> RunConfig:
+def _with_vocabulary(config: LanguageRunConfig) -> LanguageRunConfig:
     """The config with its vocabulary as a number."""
     if config.model.vocab_size:
         return config
@@ -203,7 +211,7 @@ def _with_vocabulary(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _plain_program(config: RunConfig, mesh: AbstractMesh) -> Program:
+def _plain_program(config: LanguageRunConfig, mesh: AbstractMesh) -> Program:
     """The run on one device that need not be here: for shapes in model order."""
     sections = config.model_dump()
     sections |= {"mesh": dict.fromkeys(sections["mesh"], 1), "sharding": {}, "pipeline": {}}
@@ -240,7 +248,7 @@ def _dtypes(metadata: dict[str, Any], asked: str) -> Callable[[str], str]:
     return lambda name: known.get(name, known[""])
 
 
-def _config_json(config: RunConfig, family: Family, run: Path, dtype: str) -> str:
+def _config_json(config: LanguageRunConfig, family: Family, run: Path, dtype: str) -> str:
     model, kept = config.model, kept_keys(run, family)
     length = model.max_length or config.data.sequence_length
     if kept:
@@ -249,7 +257,7 @@ def _config_json(config: RunConfig, family: Family, run: Path, dtype: str) -> st
     return write_config(family, model, sizes, dtype=DTYPES[dtype].name, kept=kept)
 
 
-def _copy_tokenizer(config: RunConfig, run: Path, target: Path) -> list[Path]:
+def _copy_tokenizer(config: LanguageRunConfig, run: Path, target: Path) -> list[Path]:
     """What turns text into tokens, and the other files that came with the weights."""
     written = []
     for name in BESIDE:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from shardtrain.commands_plan_bytes import check_mesh, platform_of
 from shardtrain.commands_plan_text import (
     WIDTH,
     memory_help,
@@ -15,14 +16,21 @@ from shardtrain.commands_plan_text import (
     show_candidate,
     show_points,
 )
-from shardtrain.config import RunConfig, known_vocab, load_config, resolve_mesh, to_toml
-from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, ShardingError, UserError
+from shardtrain.config import (
+    LanguageRunConfig,
+    RunConfig,
+    load_config,
+    only_language,
+    resolve_mesh,
+    to_toml,
+)
+from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError
 from shardtrain.plan.answer import Plan, Point, Program
 from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import DoesNotFitError, Job, compile_for
 from shardtrain.plan.expected import expect
-from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
+from shardtrain.plan.hardware import Chips, parse_cluster, read_chips
 from shardtrain.plan.layout import all_divisors
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.options import PlanOptions
@@ -33,6 +41,7 @@ from shardtrain.plan.targets import Target
 from shardtrain.plan.workload import Layout
 from shardtrain.run_program import lower_step, make_program
 from shardtrain.run_remat import plan_remat, with_remat
+from shardtrain.run_work import find_size
 from shardtrain.run_workload import layout_of, make_workload
 from shardtrain.sharding.chips import CHIPS, KNOWN_KINDS
 from shardtrain.sharding.mesh import abstract_mesh
@@ -68,13 +77,9 @@ def make_plan(
         UserError: the target is unknown, or the config's layout is not legal on it.
     """
     cluster = parse_cluster(target, chips)
-    try:
-        resolve_mesh(config, cluster.num_devices)
-    except ShardingError as fault:
-        if fault.where == "mesh":
-            fault.cure = "give other degrees: --mesh.data -1 takes what the others leave"
-        raise
-    workload = make_workload(config, _vocab(config), platform_of(cluster))
+    check_mesh(config, cluster)
+    language = only_language(config, "the cost model")
+    workload = make_workload(language, find_size(config), platform_of(cluster))
     config, choice = plan_remat(config, workload, cluster.num_devices)
     layout = layout_of(config, cluster.num_devices)
     found = None
@@ -103,22 +108,6 @@ def _notes(config: RunConfig) -> list[str]:
     ]
 
 
-def platform_of(cluster: Cluster) -> str:
-    """What the chips of a cluster are: "cpu", "gpu" or "tpu"."""
-    if cluster.chip.name == "cpu":
-        return "cpu"
-    return "tpu" if "TPU" in cluster.chip.full_name else "gpu"
-
-
-def _vocab(config: RunConfig) -> int:
-    found = config.model.vocab_size or known_vocab(config)
-    if found is None:
-        from shardtrain.data.sources import open_data
-
-        found = open_data(config.data)[2].vocab_size
-    return found
-
-
 def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -> Program:
     """Compiles the run's own step for the plan's cluster.
 
@@ -131,7 +120,7 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
         DoesNotFitError: the compiler says so itself, as that for TPUs does.
         UserError: the compiler is missing, does not know the chip, or fails.
     """
-    cluster = plan.cluster
+    cluster, language = plan.cluster, only_language(config, "the cost model")
     config = with_remat(config, plan.own.layout.remat)
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
     job = Job(
@@ -151,14 +140,14 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
     mesh = abstract_mesh(plan.own.layout.degrees, plan.workload.platform)
     expected = expect(
         make_program(config, vocab_size=plan.workload.vocab_size, mesh=mesh),
-        model=config.model,
+        model=language.model,
         vocab_size=plan.workload.vocab_size,
         length=plan.workload.length,
         batch_size=plan.workload.batch_size,
         remat=config.train.remat,
         domain=cluster.domain,
         memory=cluster.chip.memory,
-        loss_chunks=config.task.loss_chunks,
+        loss_chunks=language.task.loss_chunks,
     )
     return Program(compiled, audit(compiled, expected))
 
@@ -173,6 +162,16 @@ def help_with_memory(config: RunConfig, error: Exception) -> UserError:
     Returns:
         What is largest, and the cheapest changes; with the exit code of what does not fit.
     """
+    if not isinstance(config, LanguageRunConfig):
+        fault = UserError(
+            "out of memory",
+            where="train",
+            value=str(error).splitlines()[0][:200],
+            cure="more devices, a higher sharding.zero, or a smaller data.batch_size; "
+            "`shardtrain plan CONFIG --compile` says what a step takes",
+        )
+        fault.exit_code = EXIT_DOES_NOT_FIT
+        return fault
     devices = jax.devices()
     known = KNOWN_KINDS.get(devices[0].device_kind)
     chip = known if known and known.flops else replace(CHIPS["h100"], name="here")

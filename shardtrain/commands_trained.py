@@ -10,7 +10,7 @@ import sys
 import jax
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.config import RunConfig, resolve_mesh
+from shardtrain.config import RunConfig, only_language, resolve_mesh
 from shardtrain.data.sources import open_tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.run import build, make_generator
@@ -51,6 +51,7 @@ def generate_command(
     config: RunConfig, *, prompt: str, tokens: int, temperature: float, seed: int, json: bool
 ) -> int:
     """`shardtrain generate`: the prompt and what comes after it."""
+    config = only_language(config, "generation")
     resolve_mesh(config, jax.device_count())
     tokenizer = open_tokenizer(config.data)
     program = make_program(config, vocab_size=tokenizer.vocab_size)
@@ -59,7 +60,8 @@ def generate_command(
     state = restore_newest(config, program)
     if note := generator.note(prompt, tokens):
         make_console().print(f"note: {note}", markup=False, soft_wrap=True)
-    text = generator.text(state.params, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    params = program.evaluated_params(state)
+    text = generator.text(params, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if json:
         print(json_.dumps({"step": int(state.step), "prompt": prompt, "text": text}))
         return 0
@@ -69,7 +71,7 @@ def generate_command(
 
 
 def eval_command(config: RunConfig, *, json: bool) -> int:
-    """`shardtrain eval`: the validation loss of the newest checkpoint."""
+    """`shardtrain eval`: what the task reports of the newest checkpoint, such as `val_loss`."""
     run = build(config)
     if run.validation is None or config.eval.steps == 0:
         raise ConfigError(
@@ -83,5 +85,6 @@ def eval_command(config: RunConfig, *, json: bool) -> int:
     if json:
         print(json_.dumps(result))
     else:
-        print(f"step {result['step']}  val_loss {result['val_loss']:.4f}")
+        words = [f"{name} {value:.4f}" for name, value in result.items() if name != "step"]
+        print("  ".join([f"step {result['step']}", *words]))
     return 0

@@ -6,7 +6,7 @@ lies in its layer's `config.py`), which layouts are legal (`shardtrain.plan.layo
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,25 +14,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
+from shardtrain.config_images import image_faults
 from shardtrain.config_keys import section_faults
+from shardtrain.config_language import known_tokens, language_faults
 from shardtrain.config_offload import offload_faults
 from shardtrain.config_precision import mesh_precision_faults, precision_faults
 from shardtrain.config_text import template, write
-from shardtrain.data.config import DataConfig
+from shardtrain.data.config import DataConfig, ImageDataConfig
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import TransformerConfig
+from shardtrain.models.config import ResNetConfig, TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
-from shardtrain.plan.layout import layout_faults, model_faults
-from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
     BUDGET,
     OffloadConfig,
     PipelineConfig,
     TrainConfig,
-    host_names,
 )
-from shardtrain.tasks.config import LanguageModelConfig
+from shardtrain.tasks.config import ImageClassificationConfig, LanguageModelConfig
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
     EvalConfig,
@@ -43,13 +42,20 @@ from shardtrain.train.config import (
     WatchdogConfig,
 )
 
-MODELS: Final[dict[str, type[BaseModel]]] = {"transformer": TransformerConfig}
+MODELS: Final[dict[str, type[BaseModel]]] = {
+    "transformer": TransformerConfig,
+    "resnet": ResNetConfig,
+}
 """Section class of each `model.type`."""
-TASKS: Final[dict[str, type[BaseModel]]] = {"language_model": LanguageModelConfig}
+TASKS: Final[dict[str, type[BaseModel]]] = {
+    "language_model": LanguageModelConfig,
+    "image_classification": ImageClassificationConfig,
+}
 """Section class of each `task.type`."""
-TOKENIZERS: Final[dict[str, int]] = {"bytes": 256}
-"""Tokens of each tokenizer that needs no file; others are `tokenizer.json` files."""
-_TOKEN_FILES: Final = (".tokens", ".npy", ".bin", ".idx")
+DATA: Final[dict[str, type[BaseModel]]] = {"text": DataConfig, "images": ImageDataConfig}
+"""Section class of each `data.type`."""
+TYPES: Final = {"model": MODELS, "task": TASKS, "data": DATA}
+"""The sections that have a class for each type."""
 
 
 class RunConfig(BaseModel):
@@ -58,9 +64,9 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: RunSection
-    model: TransformerConfig
-    task: LanguageModelConfig = Field(default_factory=LanguageModelConfig)
-    data: DataConfig
+    model: TransformerConfig | ResNetConfig
+    task: LanguageModelConfig | ImageClassificationConfig
+    data: DataConfig | ImageDataConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -73,6 +79,29 @@ class RunConfig(BaseModel):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     targets: TargetsConfig = Field(default_factory=TargetsConfig)
+
+
+class LanguageRunConfig(RunConfig):
+    """A run that learns from text."""
+
+    model: TransformerConfig
+    task: LanguageModelConfig = Field(default_factory=LanguageModelConfig)
+    data: DataConfig
+
+
+class ImageRunConfig(RunConfig):
+    """A run that learns to classify images."""
+
+    model: ResNetConfig
+    task: ImageClassificationConfig = Field(default_factory=ImageClassificationConfig)
+    data: ImageDataConfig
+
+
+RUNS: Final[dict[str, type[RunConfig]]] = {
+    "transformer": LanguageRunConfig,
+    "resnet": ImageRunConfig,
+}
+"""What a run of each `model.type` is: with it go the types of its task and its data."""
 
 
 SECTIONS: Final[dict[str, type[BaseModel]]] = {
@@ -93,7 +122,7 @@ SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "watchdog": WatchdogConfig,
     "targets": TargetsConfig,
 }
-"""Class of each section, with the default model and task."""
+"""Class of each section, with the default model, task and data."""
 
 
 def load_config(
@@ -119,7 +148,7 @@ def load_config(
         places.pop(key, None)
     classes = section_classes(raw)
     raise_all(section_faults(raw, classes, places, complete=True))
-    config = RunConfig.model_validate(
+    config = run_class(raw).model_validate(
         {key: kind(**raw.get(key, {})) for key, kind in classes.items()}
     )
     run = config.run
@@ -177,7 +206,7 @@ def resolve_mesh(config: RunConfig, num_devices: int) -> dict[str, int]:
     return degrees
 
 
-def known_vocab(config: RunConfig) -> int | None:
+def known_vocab(config: LanguageRunConfig) -> int | None:
     """Return the tokens of the data where they are known without reading it.
 
     Args:
@@ -187,11 +216,7 @@ def known_vocab(config: RunConfig) -> int | None:
         The size, or None for a tokenizer file, a prepared folder or an array of tokens, which say
         it themselves.
     """
-    path = Path(config.data.path)
-    others = path.suffix in _TOKEN_FILES or Path(f"{path}.idx").exists()
-    if config.data.path and (others or (path / "train.tokens").exists()):
-        return None
-    return TOKENIZERS.get(config.data.tokenizer)
+    return known_tokens(config.data)
 
 
 def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
@@ -204,23 +229,10 @@ def config_faults(config: RunConfig, degrees: Mapping[str, int]) -> list[ConfigE
     Returns:
         One error per fault, none when all is well.
     """
-    faults = [*_time_faults(config), *_choice_faults(config)]
-    model, data = config.model, config.data
-    vocab = known_vocab(config)
-    if vocab and 0 < model.vocab_size < vocab:
-        faults.append(
-            ConfigError(
-                f'data.tokenizer="{data.tokenizer}" has {vocab} tokens; use {vocab} or more, or 0',
-                where=f"model.vocab_size={model.vocab_size}",
-            )
-        )
-    micro = config.train.microbatches
-    faults += model_faults(model, data)
-    faults += layout_faults(model, data, config.sharding, degrees, micro, vocab)
-    faults += _loss_faults(config, degrees["context"])
+    own = FAULTS[type(config)](config, degrees)
+    faults = [*_time_faults(config), *_choice_faults(config), *own]
     if not faults:
         faults += mesh_precision_faults(config.train.precision, config.sharding.zero, degrees)
-    faults += _stage_faults(config, degrees["pipeline"], vocab)
     return faults
 
 
@@ -244,20 +256,82 @@ def with_defaults(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def section_classes(raw: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
-    """Return the class of each section, as `model.type` and `task.type` choose it.
+    """Return the class of each section, as `model.type` chooses it.
 
     Args:
-        raw: Sections as read; an unknown type is left to the check of its section.
+        raw: Sections as read; a type that is no word is left to the check of its section.
 
     Returns:
         Section name to class.
+
+    Raises:
+        ConfigError: There is no such model, or the task or the data are those of another one.
     """
-    classes = dict(SECTIONS)
-    for name, types in (("model", MODELS), ("task", TASKS)):
-        part = raw.get(name)
-        if isinstance(part, Mapping) and isinstance(kind := part.get("type"), str):
-            classes[name] = types.get(kind, SECTIONS[name])
+    model, run = _type_of(raw, "model", "transformer"), run_class(raw)
+    if model not in MODELS:
+        near = difflib.get_close_matches(model, MODELS, n=1)
+        raise ConfigError(
+            "unknown model",
+            where="model.type",
+            value=f'"{model}"',
+            allowed=", ".join(MODELS),
+            cure=f'did you mean "{near[0]}"?' if near else "",
+        )
+    classes = {**SECTIONS, "model": MODELS[model]}
+    for name, types in (("task", TASKS), ("data", DATA)):
+        classes[name] = fitting = _section_class(run, name)
+        given = types.get(_type_of(raw, name, ""), fitting)
+        if given is not fitting:
+            right = next(word for word, kind in types.items() if kind is fitting)
+            raise ConfigError(
+                f'model.type="{model}" goes with another one',
+                where=f"{name}.type",
+                value=f'"{_type_of(raw, name, "")}"',
+                allowed=f'"{right}", which is also what it is without the key',
+            )
     return classes
+
+
+def run_class(raw: Mapping[str, Any]) -> type[RunConfig]:
+    """Return what a run is with that `model.type`.
+
+    Args:
+        raw: Sections as read.
+    """
+    return RUNS.get(_type_of(raw, "model", "transformer"), LanguageRunConfig)
+
+
+def _section_class(run: type[RunConfig], name: str) -> type[BaseModel]:
+    kind = run.model_fields[name].annotation
+    assert isinstance(kind, type)
+    assert issubclass(kind, BaseModel)
+    return kind
+
+
+def _type_of(raw: Mapping[str, Any], name: str, default: str) -> str:
+    part = raw.get(name)
+    kind = part.get("type", default) if isinstance(part, Mapping) else default
+    return kind if isinstance(kind, str) else default
+
+
+def only_language(config: RunConfig, what: str) -> LanguageRunConfig:
+    """Return a config for what is there for language models alone.
+
+    Args:
+        config: A loaded config.
+        what: What that is, for the message.
+
+    Raises:
+        ConfigError: It is the config of another kind of run.
+    """
+    if isinstance(config, LanguageRunConfig):
+        return config
+    raise ConfigError(
+        f"{what} is there for language models alone",
+        where="model.type",
+        value=f'"{config.model.type}"',
+        allowed='"transformer"',
+    )
 
 
 def _time_faults(config: RunConfig) -> list[ConfigError]:
@@ -274,30 +348,25 @@ def _time_faults(config: RunConfig) -> list[ConfigError]:
 
 def _choice_faults(config: RunConfig) -> list[ConfigError]:
     faults: list[ConfigError] = []
-    data = config.data
     try:
         parse_chaos(config.run.chaos, config.run.seed)
     except ConfigError as fault:
         faults.append(fault)
-    if data.tokenizer not in TOKENIZERS and not data.tokenizer.endswith(".json"):
-        near = difflib.get_close_matches(data.tokenizer, TOKENIZERS, n=1)
-        faults.append(
-            ConfigError(
-                "unknown tokenizer",
-                where="data.tokenizer",
-                value=f'"{data.tokenizer}"',
-                allowed=f"{', '.join(TOKENIZERS)}, or the path of a tokenizer.json",
-                cure=f'did you mean "{near[0]}"?' if near else "",
-            )
-        )
     train = config.train
-    faults += precision_faults(train.precision, config.model, config.optimizer)
+    faults += precision_faults(train.precision, config.optimizer)
     if train.loss_scale < train.loss_scale_floor:
         faults.append(
             ConfigError(
                 f"train.loss_scale_floor={train.loss_scale_floor:g} is more; use "
                 f"{train.loss_scale:g} or less there",
                 where=f"train.loss_scale={train.loss_scale:g}",
+            )
+        )
+    if config.optimizer.ema_decay and config.offload.master == "host":
+        faults.append(
+            ConfigError(
+                'offload.master="host" is not there to be averaged; use "device", or 0 here',
+                where=f"optimizer.ema_decay={config.optimizer.ema_decay}",
             )
         )
     if (train.remat == BUDGET) != bool(train.memory_budget):
@@ -312,39 +381,26 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
     return faults
 
 
-def _loss_faults(config: RunConfig, context: int) -> list[ConfigError]:
-    chunks, length = config.task.loss_chunks, config.data.sequence_length // max(context, 1)
-    if chunks <= length:
-        return []
-    return [
-        ConfigError(
-            f"a device has {length} positions of a sequence; use {length} or less",
-            where=f"task.loss_chunks={chunks}",
-        )
-    ]
+def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    return language_faults(
+        config.model,
+        config.task,
+        config.data,
+        config.train,
+        config.sharding,
+        config.pipeline,
+        degrees,
+    )
 
 
-def _stage_faults(config: RunConfig, stages: int, vocab: int | None) -> list[ConfigError]:
-    """Why there is no such pipeline."""
-    if stages == 1:
-        return []
-    if host_names(config.train.remat):
-        return [
-            ConfigError(
-                f"mesh.pipeline={stages}: stages keep in their own slots, on the device; leave out "
-                '":host", or use more stages, or train.remat="full"',
-                where=f'train.remat="{config.train.remat}"',
-            )
-        ]
-    try:
-        make_stages(
-            config.pipeline,
-            config.model,
-            stages=stages,
-            microbatches=config.train.microbatches,
-            length=config.data.sequence_length,
-            vocab_size=config.model.vocab_size or vocab,
-        )
-    except ConfigError as fault:
-        return [fault]
-    return []
+def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    return image_faults(
+        config.model, config.data, config.train, config.sharding, config.offload, degrees
+    )
+
+
+FAULTS: Final[dict[type[RunConfig], Callable[[Any, Mapping[str, int]], list[ConfigError]]]] = {
+    LanguageRunConfig: _language_faults,
+    ImageRunConfig: _image_faults,
+}
+"""What may be wrong about each kind of run, beyond what may be about all."""

@@ -3,11 +3,13 @@
 Owns: which keys are idle under which other settings. Does not own: faults (`shardtrain.config`).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from pydantic import BaseModel
 
-from shardtrain.config import RunConfig
+from shardtrain.config import ImageRunConfig, LanguageRunConfig, RunConfig
 from shardtrain.optim.config import WITH_SECOND_MOMENT
 from shardtrain.strategies.precision_words import parse_precision
 
@@ -47,7 +49,8 @@ def idle_keys(config: RunConfig, degrees: Mapping[str, int] | None = None) -> di
     """
     sizes = degrees or config.mesh.model_dump()
     layout = (*_layout(config, sizes), *_pipeline(config, sizes))
-    return dict((*_model(config), *_optimizer(config), *layout, *_times(config)))
+    own = EFFECTS[type(config)](config)
+    return dict((*own, *_optimizer(config), *layout, *_times(config)))
 
 
 def ineffective_settings(
@@ -83,7 +86,15 @@ def ineffective_settings(
     return lines
 
 
-def _model(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _images(config: ImageRunConfig) -> Iterator[tuple[str, str]]:
+    yield "eval.sample_tokens", "a model of images writes no text"
+    yield "targets.tokens_per_second", "there are no tokens; targets.mfu is one for any run"
+    folders = [Path(config.data.path) / name for name in ("val", "valid", "validation", "test")]
+    if config.data.path and any(folder.is_dir() for folder in folders):
+        yield "data.validation_fraction", "the data has images for validation of its own"
+
+
+def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
     model = config.model
     if model.position != "rope":
         yield "model.rope_theta", f'only model.position="rope" rotates, not "{model.position}"'
@@ -103,6 +114,8 @@ def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:
     part = config.optimizer
     if part.name not in ("sgd", "muon"):
         yield "optimizer.momentum", f"{part.name} has none (sgd and muon have)"
+    if part.name != "sgd":
+        yield "optimizer.nesterov", f"only sgd has a choice, not {part.name}"
     if part.name not in (*_ADAMS, "lion"):
         yield "optimizer.beta1", f"{part.name} has no first moment of that kind"
         yield "optimizer.beta2", f"{part.name} has no second moment of that kind"
@@ -171,3 +184,10 @@ def _times(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "eval.every", f"the run ends after {steps} steps, and evaluates then"
     if config.eval.steps and not config.data.path and not config.data.validation_fraction:
         yield "eval.steps", "data.validation_fraction=0 keeps nothing to evaluate on"
+
+
+EFFECTS: Final[dict[type[RunConfig], Callable[[Any], Iterator[tuple[str, str]]]]] = {
+    LanguageRunConfig: _language,
+    ImageRunConfig: _images,
+}
+"""What has no effect in each kind of run, beyond what has none in any."""

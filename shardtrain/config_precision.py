@@ -12,20 +12,33 @@ from shardtrain.optim.config import WITH_SECOND_MOMENT, OptimizerConfig
 from shardtrain.strategies.precision_words import WHERE, decay_fault, parse_precision
 
 
-def precision_faults(
-    text: str, model: TransformerConfig, optimizer: OptimizerConfig
-) -> list[ConfigError]:
-    """Why there is no such precision, or not for this model and optimizer.
+def precision_faults(text: str, optimizer: OptimizerConfig) -> list[ConfigError]:
+    """Why there is no such precision, or not for this optimizer.
 
     Args:
         text: `train.precision`.
-        model: its section.
         optimizer: its section.
     """
     try:
         words = parse_precision(text)
     except ConfigError as fault:
         return [fault]
+    beta2 = optimizer.beta2 if optimizer.name in WITH_SECOND_MOMENT else 0.0
+    stuck = decay_fault(words, beta2)
+    return [] if stuck is None else [stuck]
+
+
+def layer_precision_faults(text: str, model: TransformerConfig) -> list[ConfigError]:
+    """Why it is not for this model.
+
+    Args:
+        text: `train.precision`; one that is none is somebody else's fault.
+        model: its section.
+    """
+    try:
+        words = parse_precision(text)
+    except ConfigError:
+        return []
     faults: list[ConfigError] = []
     if model.attention == "cudnn" and words.compute not in ("bfloat16", "float16"):
         faults.append(
@@ -35,9 +48,6 @@ def precision_faults(
                 where='model.attention="cudnn"',
             )
         )
-    beta2 = optimizer.beta2 if optimizer.name in WITH_SECOND_MOMENT else 0.0
-    if (stuck := decay_fault(words, beta2)) is not None:
-        faults.append(stuck)
     if words.products and words.first + words.last >= model.num_layers:
         faults.append(
             ConfigError(

@@ -85,8 +85,8 @@ def template(config: BaseModel) -> str:
     """Return a commented config to start from.
 
     Args:
-        config: Sections by name; the values that differ from their defaults are written, and those
-            without a default; the others stand as comments.
+        config: Sections by name; types are written, values that differ from their defaults, and
+            those without a default; the others stand as comments.
 
     Returns:
         TOML that loads as the same config.
@@ -96,7 +96,7 @@ def template(config: BaseModel) -> str:
         lines += ["", *_comment(_sentence(type(section).__doc__)), f"[{name}]"]
         for key, field in type(section).model_fields.items():
             value = getattr(section, key)
-            default = not field.is_required() and value == _default(field)
+            default = not field.is_required() and value == _default(field) and key != "type"
             lines += _comment(_sentence(field.description))
             lines.append(f"{'# ' if default else ''}{key} = {value_text(value)}")
     return "\n".join(lines[1:]) + "\n"

@@ -36,6 +36,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "cuda": ("jax-cuda13-plugin", "nvidia-cudnn-cu13"),
     "hf": ("tokenizers",),
     "parquet": ("pyarrow",),
+    "vision": ("pillow", "scikit-learn"),
     "plan": ("jax-cuda13-plugin", "nvidia-cuda-nvcc"),
     "plan-tpu": ("libtpu",),
     "fp8": ("qwix",),

@@ -83,8 +83,10 @@ class Report:
     """Updates in the whole run."""
     loss: float | None
     val_loss: float | None
+    val_top1: float | None
     tokens_per_second: float | None
-    """The median over the updates."""
+    """The median over the updates; None where the work is counted in examples."""
+    examples_per_second: float | None
     mfu: float | None
     step_time: float | None
     """Seconds of an update, the median too."""
@@ -163,7 +165,9 @@ def make_report(config: RunConfig) -> Report:
         steps=config.run.steps,
         loss=_last(rows, "loss"),
         val_loss=_last(rows, "val_loss"),
+        val_top1=_last(rows, "val_top1"),
         tokens_per_second=_median(rows, "tokens_per_second"),
+        examples_per_second=_median(rows, "examples_per_second"),
         mfu=_median(rows, "mfu"),
         step_time=_median(rows, "step_time"),
         under_way=who if _end_of(spent[-1]) is None else "",

@@ -68,7 +68,10 @@ def _time(report: "Report") -> Table:
 
 def _facts(report: "Report") -> Table:
     table, saves = Table.grid(padding=(0, 1)), report.saves
-    speed = "-" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}"
+    examples = report.tokens_per_second is None and report.examples_per_second is not None
+    found = report.examples_per_second if examples else report.tokens_per_second
+    speed = "-" if found is None else f"{found:,.0f}"
+    top = "" if report.val_top1 is None else f", {report.val_top1:.2%} right"
     mfu = "" if report.mfu is None else f", mfu {report.mfu:.1%}"
     counts = [f"{n} {word}" for name, word in _WORDS.items() if (n := report.happened[name])]
     steps = "-" if report.step_time is None else f"{report.step_time:.3g} s a step"
@@ -79,8 +82,8 @@ def _facts(report: "Report") -> Table:
     if report.cost is not None:
         price = f"{report.cost:,.2f} for {report.device_hours:.3g} device hours"
     for name, text in (
-        ("loss", f"{_number(report.loss)}, validation {_number(report.val_loss)}"),
-        ("tokens/s", f"{speed}{mfu}, {steps} (medians)"),
+        ("loss", f"{_number(report.loss)}, validation {_number(report.val_loss)}{top}"),
+        ("examples/s" if examples else "tokens/s", f"{speed}{mfu}, {steps} (medians)"),
         ("saves", f"{saves.count}{took}, {human_bytes(saves.bytes)}"),
         ("newest", newest),
         ("blocked", f"{seconds(saves.blocked)} by saves, {saves.blocked_share:.2%}"),

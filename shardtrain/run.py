@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardtrain.config import RunConfig, resolve_mesh
-from shardtrain.data.language import LanguageData
-from shardtrain.data.loader import batch_on_device, evaluation_on_device
-from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
+from shardtrain.config import LanguageRunConfig, RunConfig, only_language, resolve_mesh
+from shardtrain.data.loader import Samples, batch_on_device, evaluation_on_device
+from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
+from shardtrain.run_work import Info, Work, work_of
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
@@ -41,9 +41,9 @@ class Run:
 
     config: RunConfig
     program: Program
-    data: LanguageData
-    validation: LanguageData | None
-    info: DataInfo
+    data: Samples
+    validation: Samples | None
+    info: Info
 
     @property
     def mesh(self) -> Mesh:
@@ -56,6 +56,16 @@ class Run:
     def placement(self) -> Placement:
         """Where parameters, gradients and optimizer state rest."""
         return self.program.placement
+
+    @property
+    def work(self) -> Work:
+        """What it is about."""
+        return work_of(self.config)
+
+    @property
+    def size(self) -> int:
+        """Tokens or classes that are predicted."""
+        return self.work.size(self.info.vocab_size)
 
     @cached_property
     def report(self) -> Report:
@@ -80,24 +90,28 @@ class Run:
         return self.program.batch_sharding(len(shape))
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """The validation loss in nats a target, over `eval.steps` batches; empty without data."""
-        validation = self.validation
+        """What the task reports, over `eval.steps` batches, such as `val_loss` in nats.
+
+        Exact also where the last batch is not full; empty without data.
+        """
+        validation, program = self.validation, self.program
         if validation is None or self.config.eval.steps == 0:
             return {}
-        sums, weights = 0.0, 0.0
-        headline = self.program.task.headline
+        reported = program.task.reported
+        sums, weights = dict.fromkeys(reported, 0.0), dict.fromkeys(reported, 0.0)
         for index in range(validation.evaluation_batches(self.config.eval.steps)):
-            batch = evaluation_on_device(
-                validation, index, self.program.layout.microbatches, self.place
-            )
-            part, weight = self.program.evaluate(state.params, batch)
-            sums += float(part[headline])
-            weights += float(weight[headline])
-        return {"val_loss": sums / max(weights, 1.0)}
+            batch = evaluation_on_device(validation, index, program.layout.microbatches, self.place)
+            part, weight = program.evaluate(state.params, batch, state.model_state)
+            for name, term in reported.items():
+                sums[name] += float(part[term])
+                weights[name] += float(weight[term])
+        return {name: sums[name] / max(weights[name], 1.0) for name in reported}
 
     @cached_property
     def _generator(self) -> Generator:
-        return make_generator(self.config, self.program, self.info.tokenizer())
+        config = only_language(self.config, "generation")
+        assert isinstance(self.info, DataInfo)
+        return make_generator(config, self.program, self.info.tokenizer())
 
     def generate(
         self,
@@ -110,7 +124,11 @@ class Run:
     ) -> str:
         """What the model writes after a prompt; the arguments are those of `Generator.text`."""
         return self._generator.text(
-            state.params, prompt, tokens=tokens, temperature=temperature, seed=seed
+            self.program.evaluated_params(state),
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
         )
 
 
@@ -138,9 +156,7 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     offload = config.offload
     if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
-    data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
-    if config.model.vocab_size:
-        require_vocabulary(config.model.vocab_size, info)
+    data, validation, info = work_of(config).open_data(_say)
     config, choice = choose_remat(config, info.vocab_size, devices)
     if choice:
         _say(f"train.remat is {choice}")
@@ -148,7 +164,7 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     return Run(config, program, data, validation, info)
 
 
-def make_generator(config: RunConfig, program: Program, tokenizer: Tokenizer) -> Generator:
+def make_generator(config: LanguageRunConfig, program: Program, tokenizer: Tokenizer) -> Generator:
     """What goes on with texts; needs no data.
 
     Learned and rotary positions beyond those of training are noise, so a window slides; ALiBi is

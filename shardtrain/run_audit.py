@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardtrain.config import RunConfig
+from shardtrain.config import RunConfig, only_language
 from shardtrain.errors import EXIT_BROKEN, ConfigError, UserError
 from shardtrain.plan.audit import Audit, audit
 from shardtrain.plan.compiling import read_program
@@ -78,20 +78,20 @@ def check_step(config: RunConfig, program: Program, vocab_size: int, step: Any) 
 
 def audit_step(config: RunConfig, program: Program, vocab_size: int, step: Any) -> Audit:
     """The audit of a run's compiled step; the arguments are those of `check_step`."""
-    mesh = program.layout.mesh
+    mesh, language = program.layout.mesh, only_language(config, "an audit")
     assert isinstance(mesh, Mesh)
     devices = list(mesh.devices.flat)
     chip = KNOWN_KINDS.get(devices[0].device_kind)
     expected = expect(
         program,
-        model=config.model,
+        model=language.model,
         vocab_size=vocab_size,
-        length=config.data.sequence_length,
+        length=language.data.sequence_length,
         batch_size=config.data.batch_size,
         remat=config.train.remat,
         domain=domain_of(devices),
         memory=chip.memory if chip else None,
-        loss_chunks=config.task.loss_chunks,
+        loss_chunks=language.task.loss_chunks,
     )
     # What XLA said while it compiled went to this process's own stderr.
     return audit(read_program(step, rematerialized=None), expected)

@@ -9,29 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.config import RunConfig
-from shardtrain.data.language import blank_batch
-from shardtrain.models.transformer import Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
-from shardtrain.plan.stages import make_stages
+from shardtrain.run_work import work_of
 from shardtrain.sharding.mesh import make_mesh, mesh_platform
 from shardtrain.sharding.report import Report, report
 from shardtrain.sharding.rules import compute_table
 from shardtrain.sharding.tiers import Tiers
-from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.config import TrainConfig
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
-from shardtrain.strategies.parts import Runner
-from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.precision import Policy, policy
-from shardtrain.strategies.stack import choose_loop
-from shardtrain.strategies.zigzag import in_order, make_zigzag
-from shardtrain.tasks.language_model import LanguageModel
-from shardtrain.train.build import Create, Layout, Program
+from shardtrain.train.build import Layout, Program
+from shardtrain.train.kept import EMA, Average, Kept, Part
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -48,36 +40,42 @@ def make_program(
 
     Args:
         config: from `load_config`.
-        vocab_size: tokens of the data; `model.vocab_size` goes first.
+        vocab_size: tokens, or classes, of the data; those of `[model]` go first.
         devices: devices to use, all of them; by default every device.
         mesh: a mesh to use instead, which may be abstract.
     """
     mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
-    vocab_size = config.model.vocab_size or vocab_size
+    work = work_of(config)
+    size = work.size(vocab_size)
     sharding = config.sharding
     dtypes = policy(config.train.precision)
     compute = compute_table(sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules)
-    is_ring = mesh.shape["context"] > 1 and config.model.attention != "ulysses"
     layout = Layout(
         mesh=mesh,
         compute=compute,
         zero=sharding.zero,
-        runner=make_runner(config, mesh, vocab_size),
+        runner=work.runner(mesh, size),
         tiers=make_tiers(config, dtypes),
-        arrange=make_zigzag(compute, mesh) if is_ring else in_order,
+        arrange=work.arrange(mesh, compute),
     )
     return Program(
-        create=model_creator(config, vocab_size),
-        task=LanguageModel(config.task, vocab_size),
+        create=work.create(size),
+        task=work.task(size),
         layout=layout,
         policy=dtypes,
         make_transform=lambda names: make_transform(config.optimizer, names),
-        schedule=make_schedule(config.optimizer, config.run.steps),
+        schedule=make_schedule(config.optimizer, config.run.steps, config.data.batch_size),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
         scaling=make_scaling(config.train, dtypes),
+        kept=Kept((*work.kept(), *averages(config.optimizer.ema_decay))),
     )
+
+
+def averages(decay: float) -> tuple[tuple[str, Part], ...]:
+    """The average of the parameters, where one is asked for."""
+    return ((EMA, Average(decay)),) if decay else ()
 
 
 def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
@@ -104,46 +102,13 @@ def make_scaling(train: TrainConfig, dtypes: Policy) -> LossScale:
     )
 
 
-def make_runner(config: RunConfig, mesh: Mesh | AbstractMesh, vocab_size: int) -> Runner:
-    """How a step's microbatches go through the layers on a mesh."""
-    train, model, stages = config.train, config.model, mesh.shape["pipeline"]
-
-    platform = mesh_platform(mesh)
-    if stages == 1:
-        loop = choose_loop(model.layer_loop, model.num_layers, platform)
-        if loop == "scan" and train.overlap:
-            loop = "peel"
-        return Accumulation(train.remat, loop, train.microbatches)
-    schedule, layout = make_stages(
-        config.pipeline,
-        model,
-        stages=stages,
-        microbatches=train.microbatches,
-        length=config.data.sequence_length,
-        vocab_size=vocab_size,
-    )
-    loop = choose_loop(model.layer_loop, layout.num_slots, platform)
-    return Pipeline(schedule, layout, train.remat, loop)
-
-
-def model_creator(config: RunConfig, vocab_size: int) -> Create:
-    """(dtype, rngs) -> the config's model."""
-    max_length = config.model.max_length or config.data.sequence_length
-
-    def create(dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
-        return Transformer(
-            config.model, vocab_size=vocab_size, max_length=max_length, dtype=dtype, rngs=rngs
-        )
-
-    return create
-
-
 def make_report(program: Program) -> Report:
     """Bytes on one device, parameter by parameter."""
     return report(
         program.placement,
         params=program.shapes.params,
         opt_state=program.shapes.opt_state,
+        model_state=program.shapes.model_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
     )
 
@@ -166,12 +131,8 @@ def count_parameters(program: Program, vocab_size: int) -> int:
 
 def abstract_batch(config: RunConfig, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a run's batches, without data."""
-    data, microbatches = config.data, program.layout.microbatches
-    rows = blank_batch(
-        data.batch_size // microbatches,
-        data.sequence_length,
-        separate_documents=data.separate_documents,
-    )
+    microbatches = program.layout.microbatches
+    rows = work_of(config).blank(config.data.batch_size // microbatches)
     return {
         name: jax.ShapeDtypeStruct(
             (microbatches, *a.shape), a.dtype, sharding=program.batch_sharding(a.ndim + 1)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import jax
 
-from shardtrain.config import RunConfig
+from shardtrain.config import RunConfig, only_language
 from shardtrain.errors import EXIT_DOES_NOT_FIT, UserError
 from shardtrain.plan.compiling import read_program
 from shardtrain.plan.memory import memory
@@ -155,11 +155,12 @@ def choose_remat(
     """
     if config.train.remat != BUDGET:
         return config, None
+    language = only_language(config, f'train.remat="{BUDGET}"')
 
     def held(policy: Policy) -> float:
         return compiled_bytes(with_remat(config, policy.remat), vocab_size, devices)
 
-    workload = make_workload(config, vocab_size, devices[0].platform)
+    workload = make_workload(language, vocab_size, devices[0].platform)
     tried = policies(workload, layout_of(config, len(devices)))
     choice = choose(tried, parse_bytes(config.train.memory_budget), held)
     return with_remat(config, choice.policy.remat), choice

@@ -6,14 +6,14 @@ Owns: which parts of a config are work and which are layout. Does not own: what 
 
 from typing import Any
 
-from shardtrain.config import RunConfig
+from shardtrain.config import LanguageRunConfig, RunConfig
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.run_program import make_program
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train import build
 
 
-def make_workload(config: RunConfig, vocab_size: int, platform: str) -> Workload:
+def make_workload(config: LanguageRunConfig, vocab_size: int, platform: str) -> Workload:
     """A config's work, whatever its layout.
 
     Args:
@@ -30,7 +30,7 @@ def make_workload(config: RunConfig, vocab_size: int, platform: str) -> Workload
         "pipeline": {},
         "train": {"precision": config.train.precision},
     }
-    alone = RunConfig.model_validate({**sections, **one})
+    alone = LanguageRunConfig.model_validate({**sections, **one})
     rows = model.padded_vocab(vocab_size)
 
     def program(update: dict[str, Any], vocab: int) -> build.Program:

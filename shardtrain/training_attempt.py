@@ -28,7 +28,6 @@ from shardtrain.config import to_toml, with_defaults
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.data.loader import Loader, batch_layout
 from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyError
-from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.run_program import count_parameters
@@ -139,20 +138,18 @@ class Attempt:
         """What runs where, as a title and rows."""
         run, config, bytes_ = self.run, self.run.config, self.run.report
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
-        vocab_size = config.model.vocab_size or run.info.vocab_size
-        count = count_parameters(run.program, vocab_size)
-        data = config.data
+        count = count_parameters(run.program, run.size)
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
             ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"),
-            ("data", f"{run.info.source}, {run.data.num_samples:,} sequences"),
+            ("data", f"{run.info.source}, {run.data.num_samples:,} {run.work.samples}"),
             ("devices", f"{devices.size} x {devices.flat[0].device_kind}, {mesh or 'no mesh'}"),
             ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
              f"{human_bytes(bytes_.parameters)}, gradients {human_bytes(bytes_.gradients)}, "
              f"optimizer {human_bytes(bytes_.optimizer)}"
+             + (f", beside them {human_bytes(bytes_.beside)}" if bytes_.beside else "")
              + (f"; on the host {human_bytes(bytes_.host)}" if bytes_.host else "")),
-            ("steps", f"{self.cadence.last:,} of {data.batch_size} x "
-             f"{data.sequence_length} tokens"),
+            ("steps", f"{self.cadence.last:,} of {run.work.portions}"),
             ("folder", str(self.directory.path)),
         ]  # fmt: skip
 
@@ -285,24 +282,20 @@ class Attempt:
         seen: int,
     ) -> Ending:
         run, config = self.run, self.run.config
-        tokens = config.data.batch_size * config.data.sequence_length
-        flops = tokens * training_flops_per_token(
-            config.model,
-            vocab_size=config.model.vocab_size or run.info.vocab_size,
-            length=config.data.sequence_length,
-        )
+        units, unit, flops = run.work.units, run.work.unit, run.work.flops(run.size)
         devices = list(run.mesh.devices.flat)
         chaos, step_time = self.chaos, 0.0
 
         def describe(cursor: int) -> dict[str, Any]:
-            return {"sample_digest": run.data.digest(cursor), "tokens": (cursor + 1) * tokens}
+            seen = {"sample_digest": run.data.digest(cursor), unit: (cursor + 1) * units}
+            return seen | run.data.remarks()
 
         def rates(seconds: float) -> dict[str, Any]:
             nonlocal step_time
             step_time = seconds
             self.limits.saw(seconds)
             mfu = utilisation(flops / seconds, devices, config.train.precision)
-            return {"tokens_per_second": tokens / seconds, "mfu": mfu}
+            return {f"{unit}_per_second": units / seconds, "mfu": mfu}
 
         def prepare(
             update: int, cursor: int, batch: Mapping[str, jax.Array]
@@ -322,6 +315,7 @@ class Attempt:
             start=int(state.cursor),
             stop=_ENDLESS,
             prefetch=config.data.prefetch,
+            threads=run.work.threads,
         ) as batches:
             return Loop(
                 step=step,
@@ -482,7 +476,7 @@ class Attempt:
 
     def _sample(self, observer: Observer, state: TrainState) -> None:
         """Lets the model write; all that matters is saved already."""
-        tokens, seed = self.run.config.eval.sample_tokens, self.run.config.run.seed
+        tokens, seed = self.run.work.sample_tokens, self.run.config.run.seed
         if not tokens:
             return
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardtrain.cli import COMMANDS, main
-from shardtrain.config import SECTIONS, load_config
+from shardtrain.config import SECTIONS, TYPES, load_config
 from shardtrain.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,12 @@ SMALL = {
     "checkpoint.every": 0,
     "log.trackers": [],
 }
+
+
+def keys_of(section: str) -> set[str]:
+    """The keys of a section, whatever its type is."""
+    parts = [SECTIONS[section], *TYPES.get(section, {}).values()]
+    return {key for part in parts for key in part.model_fields}
 
 
 def name(path: Path) -> str:
@@ -130,7 +136,7 @@ def test_commands_exist(line: str) -> None:
         if not word.startswith("--"):
             continue
         section, _, key = word[2:].partition(".")
-        assert key in SECTIONS[section].model_fields if key else section in own, word
+        assert key in keys_of(section) if key else section in own, word
 
 
 @pytest.mark.parametrize("line", [c for c in commands() if "config llama_style" in c])
@@ -161,11 +167,16 @@ def test_keys(page: Path) -> None:
         for section, key in re.findall(
             rf"(?<![\w./-])({'|'.join(SECTIONS)})\.([a-z]\w*)(?!\w*[(.])", code
         ):
-            known = {*SECTIONS[section].model_fields, *PYTHON.get(section, ())}
+            known = {*keys_of(section), *PYTHON.get(section, ())}
             assert key in known, f"{section}.{key}"
 
 
-PYTHON = {"run": ("mesh", "placement", "report", "py"), "config": ("py",), "checkpoint": ("json",)}
+PYTHON = {
+    "run": ("mesh", "placement", "report", "py"),
+    "config": ("py",),
+    "checkpoint": ("json",),
+    "data": ("loader",),
+}
 """Attributes of a `Run`, and files, which are no keys."""
 
 

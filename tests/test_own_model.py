@@ -4,6 +4,7 @@ import difflib
 import runpy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -440,3 +441,28 @@ def test_wrong_steps_are_refused():
     message = "32 samples do not divide by 3 microbatches x 8 data shards"
     with pytest.raises(st.ShardingError, match=message):
         step(state, next(functional_batches()))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_accumulated_gradients_of_convolutions_are_those_of_the_whole_batch(window: int) -> None:
+    """One sample a shard: XLA partitions the mapped gradient of a window wrongly."""
+    random = np.random.default_rng(0)
+    batch = {"x": random.normal(size=(16, 6, 6, 4)), "y": random.normal(size=(16, 6, 6, 8))}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()}
+    params = {"w": random.normal(size=(window, window, 4, 8)).astype(np.float32)}
+
+    def loss(params: Any, batch: Any, keys: Any) -> jax.Array:
+        made = jax.lax.conv_general_dilated(
+            batch["x"],
+            params["w"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision="highest",
+        )
+        return ((made - batch["y"]) ** 2).mean()
+
+    step = st.make_train_step(loss, optax.sgd(1.0), params, st.make_mesh(), microbatches=2)
+    state, _ = step(step.init(params), batch)
+    expected = params["w"] - jax.grad(loss)(params, batch, None)["w"]
+    np.testing.assert_allclose(np.asarray(state.params["w"]), expected, rtol=1e-4, atol=1e-5)

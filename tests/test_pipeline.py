@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.config import RunConfig, load_config
 from shardtrain.errors import ConfigError, ShardingError
-from shardtrain.run_program import abstract_batch, make_program, make_runner
+from shardtrain.run_program import abstract_batch, make_program
+from shardtrain.run_work import work_of
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.order import LayerOrder, model_order_sharding, take_rows
@@ -331,7 +332,7 @@ def test_the_step_knows_no_pipeline() -> None:
 def test_one_stage_is_no_pipeline() -> None:
     config = load_config(Case(microbatches=4).sections())
     mesh = subject(Case(microbatches=4)).program.layout.mesh
-    assert not isinstance(make_runner(config, mesh, 32), Pipeline)
+    assert not isinstance(work_of(config).runner(mesh, 32), Pipeline)
 
 
 def test_the_parameters_that_are_counted_are_the_models() -> None:

@@ -13,6 +13,7 @@ from shardtrain.commands import placement
 from shardtrain.config import load_config
 from shardtrain.interop.hf_config import family_of
 from shardtrain.interop.hf_keys import Keys
+from shardtrain.run_work import work_of
 
 EXACT = {
     # Radford et al. 2019; the sums of their published checkpoints
@@ -29,7 +30,12 @@ EXACT = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    # torchvision's models of 1000 classes
+    "resnet50_imagenet_8gpu": 25_557_032,
 }
+RESNETS = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160}
+# multiply-adds of an image of 224 x 224, in billions, as torchvision documents them
+GIGA_PRODUCTS = {18: 1.81, 34: 3.66, 50: 4.09, 101: 7.80}
 ROUNDED = {
     # Brown et al. 2020, arXiv 2005.14165, table 2.1 says 175.0; by Narayanan et al. 2021, 174.6
     "gpt3_175b": (174.6, 1),
@@ -42,6 +48,14 @@ BILLION = 10**9
 @pytest.mark.parametrize("name", EXACT)
 def test_counts_to_the_last_one(name: str) -> None:
     assert placement(load_config(name))[2] == EXACT[name]
+
+
+@pytest.mark.parametrize("depth", RESNETS)
+def test_residual_networks_are_those_of_torchvision(depth: int) -> None:
+    config = load_config("resnet50_imagenet_8gpu", {"model.depth": depth})
+    assert placement(config)[2] == RESNETS[depth]
+    work = work_of(config)
+    assert round(work.flops(1000) / work.units / 6e9, 2) == GIGA_PRODUCTS[depth]
 
 
 def test_the_count_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 Owns: the keys, their types and their defaults. Does not own: reading, tokenizers, the cache.
 """
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class DataConfig(BaseModel):
@@ -17,6 +19,8 @@ class DataConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    type: Literal["text"] = "text"
+    """Which data this is."""
     path: str = ""
     """Text file, folder of text, JSONL, Parquet, a prepared folder, or tokens as .npy or as
     Megatron-LM's .bin and .idx. "" = the source text of Python's own standard library."""
@@ -36,3 +40,59 @@ class DataConfig(BaseModel):
     """Folder for prepared tokens. "" = $SHARDTRAIN_CACHE, else the user's cache folder."""
     prefetch: int = Field(2, ge=0)
     """Batches read ahead of the step. 0 = none."""
+
+
+class ImageDataConfig(BaseModel):
+    """Images and their classes, and in what portions they are learned from."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    type: Literal["images"] = "images"
+    """Which data this is."""
+    path: str = ""
+    """Folder with a folder a class, perhaps below train and val; CIFAR's binary files, .npz,
+    WebDataset's .tar or Parquet, or a folder of them. "" = the handwritten digits that come with
+    scikit-learn."""
+    image_size: int = Field(ge=1)
+    """Height and width that the model sees, in pixels."""
+    channels: Literal[1, 3] = 3
+    """1 = grey, 3 = red, green and blue."""
+    batch_size: int = Field(ge=1)
+    """Images per step, over all devices."""
+    crop: Literal["none", "pad", "resized"] = "none"
+    """How training images are cut: none = from the middle; pad = anywhere, after an eighth of the
+    size was added on each side; resized = any part of 8 to 100 percent of the area, brought to
+    size. Evaluation cuts from the middle."""
+    flip: bool = False
+    """Whether half of the training images are mirrored."""
+    mixup: float = Field(0.0, ge=0.0)
+    """Both parameters of the beta distribution that a training image's share is drawn from, the
+    rest being another image of the batch (Zhang et al. 2017, arXiv 1710.09412). 0 = none."""
+    mean: list[float] = [0.485, 0.456, 0.406]
+    """What is taken off each channel of values from 0 to 1."""
+    deviation: list[float] = [0.229, 0.224, 0.225]
+    """What each channel is divided by then."""
+    shuffle: bool = True
+    """Whether every epoch has an order of its own. False = file order."""
+    validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
+    """Part of the images kept for validation where the data has none of its own. 0 = none."""
+    bad_images: Literal["stop", "skip"] = "stop"
+    """Images that cannot be read, and shards that are cut off: stop = say where and end; skip =
+    take the next image in place of one, count it, and go on."""
+    threads: int = Field(2, ge=1)
+    """Threads of each process that read batches."""
+    prefetch: int = Field(4, ge=0)
+    """Batches read ahead of the step. 0 = none."""
+
+    @field_validator("deviation")
+    @classmethod
+    def _divides(cls, value: list[float]) -> list[float]:
+        if any(number <= 0 for number in value):
+            raise ValueError("must be numbers above 0")
+        return value

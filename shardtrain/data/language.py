@@ -8,24 +8,20 @@ Sample i covers tokens [i * T, i * T + T], of which the first T are inputs and t
 targets: the only shift by one there is.
 """
 
-import hashlib
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from shardtrain.data.permutation import keys, permute
+from shardtrain.data.order import Order
 from shardtrain.data.tokens import TokenFile
 from shardtrain.errors import DataError
 
 Batch = dict[str, NDArray[Any]]
 """tokens, targets [rows, length] int32; weights [rows, length] float32; sample [rows] uint32; with
 documents kept apart also segments, positions [rows, length] int32."""
-
-_EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +46,14 @@ class LanguageData:
         return max(0, (len(self.tokens) - 1) // self.sequence_length)
 
     @property
+    def order(self) -> Order:
+        """Which samples each batch holds."""
+        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Full batches in an epoch; the samples that are left over differ from epoch to epoch."""
-        return self.num_samples // self.batch_size
+        return self.order.batches_per_epoch
 
     def epochs(self, cursor: int) -> float:
         """Return how many epochs lie before a batch.
@@ -63,36 +64,16 @@ class LanguageData:
         return cursor / self.batches_per_epoch
 
     def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Return which samples a batch holds.
-
-        Args:
-            cursor: the batch, counted from 0 over all epochs.
-            start, stop: rows of the global batch; all of them by default.
-
-        Returns:
-            Sample ids, [stop - start].
-        """
-        stop = self.batch_size if stop is None else stop
-        assert cursor >= 0
-        assert 0 <= start <= stop <= self.batch_size
-        epoch, batch = divmod(cursor, self.batches_per_epoch)
-        first = batch * self.batch_size
-        places = np.arange(first + start, first + stop, dtype=np.int64)
-        if not self.shuffle:
-            return places
-        return permute(places, self.num_samples, _epoch_keys(self.seed, epoch))
+        """Return which samples a batch holds; see `Order.sample_ids`."""
+        return self.order.sample_ids(cursor, start, stop)
 
     def digest(self, cursor: int) -> str:
-        """Name the samples of a batch.
+        """Name the samples of a batch; see `Order.digest`."""
+        return self.order.digest(cursor)
 
-        Args:
-            cursor: the batch.
-
-        Returns:
-            16 hex digits, the same for the same ids in the same order.
-        """
-        ids = self.sample_ids(cursor).astype("<i8")
-        return hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+    def remarks(self) -> dict[str, int]:
+        """Nothing: what cannot be read stops the run."""
+        return {}
 
     def rows(self, cursor: int, start: int, stop: int) -> Batch:
         """Read some rows of a global batch.
@@ -124,8 +105,7 @@ class LanguageData:
         Args:
             limit: at most so many; 0 = no limit.
         """
-        there = -(-self.num_samples // self.batch_size)
-        return min(limit, there) if limit else there
+        return self.order.evaluation_batches(limit)
 
     def evaluation_rows(self, index: int, start: int, stop: int) -> Batch:
         """Read some rows of a batch for evaluation.
@@ -141,8 +121,7 @@ class LanguageData:
             The rows, see `Batch`.
         """
         first = index * self.batch_size
-        places = np.arange(first + start, min(first + stop, self.num_samples), dtype=np.int64)
-        ids = permute(places, self.num_samples, _epoch_keys(_EVALUATION_SEED, 0))
+        ids = self.order.evaluation_ids(index, start, stop)
         batch = self._read(ids, first + start)
         missing = stop - start - len(ids)
         if missing <= 0:
@@ -208,11 +187,6 @@ class LanguageData:
         marks = np.zeros((len(first), length + 1), np.bool_)
         marks[row, self.offsets[document] - first[row]] = True
         return marks
-
-
-@lru_cache(maxsize=16)
-def _epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    return keys(seed, epoch)
 
 
 def language_data(

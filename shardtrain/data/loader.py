@@ -43,6 +43,26 @@ class BatchSource(Protocol):
         """Return rows that count for nothing, with the right shapes and dtypes."""
 
 
+class Samples(BatchSource, Protocol):
+    """What a run is trained or evaluated on."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that there are."""
+
+    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return which samples a batch holds."""
+
+    def digest(self, cursor: int) -> str:
+        """Name the samples of a batch."""
+
+    def evaluation_batches(self, limit: int) -> int:
+        """Return how many batches an evaluation has, at most `limit` unless that is 0."""
+
+    def remarks(self) -> dict[str, int]:
+        """Return what a row of the metrics says about reading so far, such as what was skipped."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the arrays of a batch lie on the devices, and which rows this process needs for it."""
@@ -187,6 +207,7 @@ class Loader:
         start: int,
         stop: int,
         prefetch: int = 2,
+        threads: int = 1,
     ) -> None:
         """Prepare to read; nothing is read yet.
 
@@ -196,6 +217,7 @@ class Loader:
             place: where each array is put.
             start, stop: the cursors.
             prefetch: batches read ahead, 0 for none.
+            threads: that read them, each a batch.
 
         Raises:
             DataError: the batch does not divide into microbatches.
@@ -212,7 +234,9 @@ class Loader:
             import grain  # a second of imports
 
             cursors = grain.MapDataset.range(start, stop).map(self._load)
-            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+            options = grain.ReadOptions(
+                num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch
+            )
             batches = iter(cursors.to_iter_dataset(options))
             self._batches, self._close = batches, batches.close
 

@@ -106,3 +106,36 @@ class TransformerConfig(BaseModel):
         """
         size = self.vocab_size or vocab_size
         return -(-size // self.vocab_multiple) * self.vocab_multiple
+
+
+class ResNetConfig(BaseModel):
+    """A residual network for images (He et al. 2015, arXiv 1512.03385; its version 1.5)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    type: Literal["resnet"] = "resnet"
+    """Which model this is."""
+    depth: Literal[10, 18, 34, 50, 101] = 50
+    """Layers with weights; 10 has one block a stage, for small trials. From 50 on blocks are
+    bottlenecks, which stride in their 3 x 3 convolution (version 1.5)."""
+    width: int = Field(64, ge=1)
+    """Channels of the first stage; each later one has twice as many."""
+    stem: Literal["large", "small"] = "large"
+    """large = 7 x 7 with stride 2 and a max-pool, for images of some 224 pixels; small = 3 x 3
+    alone, for those of some 32 or fewer."""
+    num_classes: int = Field(0, ge=0)
+    """Classes. 0 = as many as the data has."""
+    norm_statistics: Literal["global", "microbatch", "per_replica"] = "global"
+    """What batch norm takes mean and variance of: global = the whole batch; microbatch = each
+    microbatch, over all devices; per_replica = each device's own samples, as
+    DistributedDataParallel does, so that other meshes are other runs."""
+    norm_momentum: float = Field(0.9, ge=0.0, lt=1.0)
+    """Part of the running statistics that a step leaves as it is; they are what evaluation uses."""
+    norm_epsilon: float = Field(1e-5, gt=0.0)
+    """Added to the variance before its root is taken."""

@@ -1,6 +1,7 @@
-"""How many FLOPs a token costs a transformer: counted from its config, as the model is built."""
+"""How many FLOPs a token or an image costs a model: counted from its config, as it is built."""
 
-from shardtrain.models.config import GATED, TransformerConfig
+from shardtrain.models.config import GATED, ResNetConfig, TransformerConfig
+from shardtrain.models.resnet_shape import convolutions, features
 
 
 def matrix_parameters(config: TransformerConfig, vocab_size: int) -> int:
@@ -46,3 +47,21 @@ def training_flops_per_token(
     """
     attention = 12 * config.num_layers * config.num_heads * config.head_size * length
     return 6 * matrix_parameters(config, vocab_size) + attention // (2 if causal else 1)
+
+
+def training_flops_per_image(
+    config: ResNetConfig, *, image_size: int, channels: int, num_classes: int
+) -> int:
+    """FLOPs of forward and backward for one image: 6 for each multiply-add of a convolution.
+
+    Args:
+        config: the model.
+        image_size: height and width, in pixels.
+        channels: of the image.
+        num_classes: that are told apart.
+    """
+    products = sum(
+        conv.kernel**2 * conv.channels * conv.embed * conv.out_size**2
+        for conv in convolutions(config, channels=channels, image_size=image_size)
+    )
+    return 6 * (products + features(config) * num_classes)

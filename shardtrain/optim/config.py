@@ -46,3 +46,10 @@ class OptimizerConfig(BaseModel):
     """Added to the root of the second moment (adamw, adam, muon's adamw part)."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum (sgd, muon)."""
+    nesterov: bool = False
+    """Whether momentum looks ahead (sgd); muon's always does."""
+    reference_batch: int = Field(0, ge=0)
+    """Samples a step that `learning_rate` is meant for: it is multiplied by data.batch_size over
+    this (Goyal et al. 2017, arXiv 1706.02677). 0 = it is taken as it is."""
+    ema_decay: float = Field(0.0, ge=0.0, lt=1.0)
+    """Decay of an average of the parameters that evaluation and generation use. 0 = none."""

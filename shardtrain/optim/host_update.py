@@ -37,7 +37,8 @@ class OnHost:
         """Updates every leaf; see `Sweep`."""
 
         def update(*args: PyTree) -> tuple[PyTree, PyTree]:
-            return advance(self.transform, *args, None)
+            numbers, grads, state, params = args
+            return advance(self.transform, numbers, grads, state, params, None)
 
         new_params, new_state = on_host(update, numbers, grads, state, params)
         places = self.placement.optimizer_state(jax.eval_shape(lambda: state))

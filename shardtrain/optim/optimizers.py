@@ -56,7 +56,7 @@ def _adam(config: OptimizerConfig, names: PyTree) -> Transform:
 
 
 def _sgd(config: OptimizerConfig, names: PyTree) -> Transform:
-    return optax.chain(_decay(config, names), optax.trace(config.momentum))
+    return optax.chain(_decay(config, names), optax.trace(config.momentum, config.nesterov))
 
 
 def _lion(config: OptimizerConfig, names: PyTree) -> Transform:

@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Decay] = {
 """One row a schedule: the shape after the warm-up."""
 
 
-def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+def make_schedule(config: OptimizerConfig, steps: int, batch_size: int = 0) -> Schedule:
     """The learning rate as a function of the update's number.
 
     Update k uses `schedule(k)`, so the first update is not wasted on a rate of zero: with
@@ -48,7 +48,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     Args:
         config: the `[optimizer]` section.
         steps: updates of the whole run (`run.steps`), whatever ends it early.
+        batch_size: samples of a step, for the linear scaling rule (`reference_batch`).
     """
+    reference = config.reference_batch
+    peak = config.learning_rate * (batch_size / reference if reference else 1.0)
     shape = SCHEDULES[config.schedule]
     warmup = config.warmup_steps
 
@@ -56,6 +59,6 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
         at = jnp.asarray(update, jnp.float32)
         done = jnp.clip((at - warmup) / max(steps - warmup, 1), 0, 1)
         rise = jnp.minimum(at / max(warmup, 1), 1) if warmup else jnp.ones_like(at)
-        return config.learning_rate * rise * shape(done, config)
+        return peak * rise * shape(done, config)
 
     return schedule

@@ -55,6 +55,15 @@ class Optimizer:
 
         return jax.tree.map_with_path(at_rest, moments)
 
+    def masters(self, state: PyTree, params: PyTree) -> PyTree:
+        """The parameters in the master dtype.
+
+        Args:
+            state: as from `init`.
+            params: the parameters, in the compute dtype.
+        """
+        return state[MASTER] if self.policy.has_master else params
+
     def update(
         self,
         grads: PyTree,

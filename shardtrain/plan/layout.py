@@ -174,6 +174,25 @@ def layout_faults(
     return [fault for i, fault in enumerate(faults) if str(fault) not in map(str, faults[:i])]
 
 
+def batch_faults(
+    batch_size: int, sharding: ShardingConfig, degrees: Degrees, microbatches: int
+) -> list[ConfigError]:
+    """Return why a batch cannot be cut into microbatches and shared out over a mesh.
+
+    Args:
+        batch_size: Samples of a global batch.
+        sharding: Rules that replace others.
+        degrees: Degree of each mesh axis.
+        microbatches: Parts that the batch is worked off in.
+
+    Returns:
+        One error, or none.
+    """
+    split = _split(sharding, degrees, "batch", ("replica", "data"))
+    fault = _batch(batch_size, split, microbatches)
+    return [] if fault is None else [fault]
+
+
 def _split(
     sharding: ShardingConfig, degrees: Degrees, row: str, default: tuple[str, ...]
 ) -> dict[str, int]:

@@ -24,7 +24,7 @@ class Memory:
     master: float
     """The wider copy of the parameters that mixed precision keeps."""
     moments: float
-    """The rest of the optimizer's state."""
+    """The rest of the optimizer's state, and an average of the parameters if there is one."""
     gradients: float
     """Of the whole step, sums of microbatches counted in."""
     activations: float

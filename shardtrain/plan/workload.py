@@ -25,6 +25,7 @@ from shardtrain.sharding.placement import (
     bytes_by_memory,
     bytes_per_device,
     leaves_by_path,
+    tree_bytes,
 )
 from shardtrain.sharding.rules import compute_table, stored_table
 from shardtrain.sharding.tiers import MASTER
@@ -294,10 +295,12 @@ class Workload:
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
         device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
+        averages = jax.eval_shape(lambda master: self.program.kept.init(master, {}), masters)
+        beside = tree_bytes(averages, placement.beside(averages))
         on_device, away = bytes_by_memory(params, placement.params)
         return State(
             parameters=sum(on_device.values()),
-            optimizer=sum(device.values()),
+            optimizer=sum(device.values()) + beside,
             master=sum(size for path, size in device.items() if path.startswith(f"{MASTER}/")),
             host=sum(host.values()),
             away=sum(away.values()),

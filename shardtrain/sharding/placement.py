@@ -201,6 +201,25 @@ class Placement:
         Args:
             abstract: the state's shapes.
         """
+        places, sizes = self._owned(abstract)
+        for path in self.tiers.state_on_host(sizes.items()):
+            places[path] = places[path].with_memory_kind(HOST)
+        return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
+
+    def beside(self, abstract: PyTree) -> PyTree:
+        """A sharding for every leaf of what is kept beside parameters and optimizer, on the device.
+
+        A leaf of a parameter's name and shape rests as the optimizer's state does; all else is
+        whole.
+
+        Args:
+            abstract: its shapes.
+        """
+        places = self._owned(abstract)[0]
+        return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
+
+    def _owned(self, abstract: PyTree) -> tuple[dict[str, NamedSharding], dict[str, int]]:
+        """Where each leaf rests on the device, and the bytes of those that a parameter owns."""
         shapes = dict(leaves_by_path(self.shapes))
         shardings = dict(leaves_by_path(self.optimizer))
 
@@ -213,9 +232,7 @@ class Placement:
                 sizes[path] = math.prod(leaf.shape) * leaf.dtype.itemsize
             else:
                 places[path] = self.whole
-        for path in self.tiers.state_on_host(sizes.items()):
-            places[path] = places[path].with_memory_kind(HOST)
-        return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
+        return places, sizes
 
 
 def owner_of(path: str, params: Collection[str]) -> str:

@@ -10,6 +10,7 @@ from shardtrain.sharding.placement import (
     leaves_by_path,
     names_by_path,
     owner_of,
+    tree_bytes,
 )
 
 PyTree = Any
@@ -45,15 +46,22 @@ class Report:
     """Moments, master weights, counts: everything of the optimizer, but what is on the host."""
     host: int
     """What of the optimizer is in the host's memory, for each device."""
+    beside: int
+    """Statistics and averages, which are kept beside the parameters."""
 
     @property
     def state(self) -> int:
-        """What rests between two steps: parameters and optimizer state."""
-        return self.parameters + self.optimizer
+        """What rests between two steps: parameters, optimizer state, and what is beside them."""
+        return self.parameters + self.optimizer + self.beside
 
 
 def report(
-    placement: Placement, *, params: PyTree, opt_state: PyTree, gradient_dtype: Any
+    placement: Placement,
+    *,
+    params: PyTree,
+    opt_state: PyTree,
+    gradient_dtype: Any,
+    model_state: PyTree = (),
 ) -> Report:
     """Counts what one device holds.
 
@@ -62,6 +70,7 @@ def report(
         params: shapes and dtypes of the parameters.
         opt_state: shapes and dtypes of the optimizer's state.
         gradient_dtype: dtype in which the whole step's gradient exists.
+        model_state: shapes and dtypes of what is kept beside.
     """
     device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
     by_owner: dict[str, int] = {}
@@ -94,4 +103,5 @@ def report(
         gradients=sum(row.gradients for row in rows),
         optimizer=sum(device.values()),
         host=sum(host.values()),
+        beside=tree_bytes(model_state, placement.beside(model_state)),
     )

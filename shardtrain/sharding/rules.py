@@ -34,6 +34,9 @@ AXES = {
     "vocab": "token ids",
     "position": "rows of a learned position table",
     "layers": "layers of the stack",
+    "kernel": "height and width of a convolution's window",
+    "channels": "channels that a convolution reads (those that it makes are `embed`)",
+    "classes": "classes of images",
 }
 """The vocabulary: the words for shapes in signatures, in sharding rules and in the docs."""
 

@@ -19,7 +19,7 @@ from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import MAPPED, mapped_over
 from shardtrain.strategies.offload import FetchedStack, joined, split
 from shardtrain.strategies.order import LayerOrder
-from shardtrain.strategies.parts import Gradients, Parts, Sums
+from shardtrain.strategies.parts import Evaluation, Gradients, Parts, Sums
 from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack, make_stack
 
@@ -43,6 +43,8 @@ class Accumulation:
     """Parts of a step's batch."""
     order: LayerOrder = LayerOrder()  # noqa: RUF009  # frozen
     """As the model is."""
+    whole: bool = False
+    """Whether the loss must see whole microbatches; see `make_gradients`."""
 
     @property
     def sums_gradients(self) -> bool:
@@ -55,13 +57,15 @@ class Accumulation:
         def loss(
             trained: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
         ) -> tuple[jax.Array, Sums]:
-            (seeds, key), away = shared
+            (seeds, key, variables), away = shared
             params, stack = joined(trained, away), self._stack(placement, trained)
-            sums = parts.sums(params, inputs, batch, key, stack)
+            sums = parts.sums(params, inputs, variables, batch, key, stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 
-        whole = make_gradients(loss, placement, microbatches=self.microbatches, dtypes=dtypes)
+        whole = make_gradients(
+            loss, placement, microbatches=self.microbatches, dtypes=dtypes, whole=self.whole
+        )
 
         def gradients(
             params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
@@ -71,13 +75,13 @@ class Accumulation:
 
         return gradients
 
-    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
+    def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
         """Sums over all microbatches; see `Runner`."""
         stack = self._stack(placement)
 
-        def sums(params: PyTree, batch: PyTree) -> Sums:
+        def sums(params: PyTree, variables: PyTree, batch: PyTree) -> Sums:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
-                return None, parts.sums(params, None, batch, None, stack)
+                return None, parts.sums(params, None, variables, batch, None, stack)
 
             return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
 
@@ -91,7 +95,7 @@ class Accumulation:
 
 
 def make_gradients(
-    loss: LossFn, placement: Placement, *, microbatches: int, dtypes: Policy
+    loss: LossFn, placement: Placement, *, microbatches: int, dtypes: Policy, whole: bool = False
 ) -> Whole:
     """Wraps a loss into the gradient function of a whole step.
 
@@ -100,6 +104,8 @@ def make_gradients(
         placement: where parameters and gradients rest.
         microbatches: leading dim of every batch leaf.
         dtypes: what several gradients are added up in, and what they cross the network in.
+        whole: whether the loss must see whole microbatches, so that each is reduced: samples depend
+            on each other, as with batch norm, or there are convolutions (`has_convolution`).
 
     Returns:
         (params, inputs, batch, shared) -> (sums, gradients, seen); batch leaves are
@@ -108,7 +114,7 @@ def make_gradients(
     shards = data_degree(placement.mesh)
     if microbatches == 1 and (shards == 1 or not dtypes.reduces_wider):
         gradients = _single(loss)
-    elif placement.zero >= 2 or shards == 1:
+    elif whole or placement.zero >= 2 or shards == 1:
         assert shards == 1 or not dtypes.reduces_wider, "refused with the config"
         gradients = _scattered_each(loss, placement, dtypes.accumulate)
     else:
@@ -122,6 +128,17 @@ def make_gradients(
         return sums, constrain_tree(grads, placement.optimizer), seen
 
     return placed
+
+
+def has_convolution(
+    loss: LossFn, params: PyTree, inputs: PyTree, part: PyTree, shared: PyTree
+) -> bool:
+    """Whether a loss must see whole microbatches because there is a convolution in it.
+
+    XLA (of jax 0.10.2 and 0.12) partitions the gradient of a convolution's window wrongly where it
+    is mapped over shards: with one sample a shard or a window of 1 x 1 the numbers are others.
+    """
+    return "conv_general_dilated" in str(jax.make_jaxpr(loss)(params, inputs, part, shared))
 
 
 def _grad(
@@ -159,7 +176,7 @@ def _summed(apart: jax.Array) -> jax.Array:
 
 
 def _scattered_each(loss: LossFn, placement: Placement, dtype: Any) -> Whole:
-    """Adds up gradients that are each whole (one data shard) or each scattered (ZeRO 2-3)."""
+    """Adds up gradients of whole microbatches, each where `placement.gradients` says."""
 
     def gradients(
         params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree

@@ -55,12 +55,13 @@ class Stateless:
 
     def inputs(self, state: PyTree) -> PyTree:
         """Nothing."""
-        return state
+        del state
+        return ()
 
     def after(self, state: PyTree, seen: PyTree, moved: jax.Array) -> PyTree:
-        """Nothing changes."""
-        del seen, moved
-        return state
+        """Nothing."""
+        del state, seen, moved
+        return ()
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,16 @@ from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
 
 PyTree = Any
-Sums = dict[str, jax.Array]
+Sums = dict[str, PyTree]
 Gradients = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[Sums, PyTree, PyTree]]
-"""(params, inputs, batch, (seeds, key)) -> (sums with the `loss`, gradients, what was seen); for a
-whole step. `inputs` are those of a `ModelState`."""
+"""(params, inputs, batch, (seeds, key, variables)) -> (sums with the `loss`, gradients, what was
+seen); for a whole step. `inputs` are those of a `ModelState`."""
+
+Evaluation = Callable[[PyTree, PyTree, PyTree], Sums]
+"""(params, variables, batch) -> sums over a batch's microbatches."""
+
+OBSERVED = "observed"
+"""Beside the sums of the terms: what the model has seen for its variables, to be added up too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +46,9 @@ class Cut:
 class Parts:
     """A workload's loss over a microbatch."""
 
-    sums: Callable[[PyTree, PyTree, PyTree, jax.Array | None, Stack], Sums]
-    """(params, inputs, batch, key, stack) -> the sum of each term; `inputs` None = as there is no
-    state to read, when evaluating."""
+    sums: Callable[[PyTree, PyTree, PyTree, PyTree, jax.Array | None, Stack], Sums]
+    """(params, inputs, variables, batch, key, stack) -> the sum of each term, and with a key
+    `OBSERVED`; `inputs` None = as there is no state to read, when evaluating."""
     value: Callable[[Sums, PyTree], jax.Array]
     """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None
@@ -78,6 +84,6 @@ class Runner(Protocol):
         """
         ...
 
-    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
-        """(params, batch) -> sums over all microbatches, without dropout."""
+    def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
+        """Sums over all microbatches, without dropout."""
         ...

@@ -24,7 +24,7 @@ from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import manual_over
 from shardtrain.strategies.order import LayerOrder
-from shardtrain.strategies.parts import Cut, Gradients, Parts, Sums
+from shardtrain.strategies.parts import Cut, Evaluation, Gradients, Parts, Sums
 from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.remat import remat
 from shardtrain.strategies.schedules.layout import Layout
@@ -81,11 +81,11 @@ class Pipeline:
 
         return gradients
 
-    def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
+    def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
         """Sums over all microbatches, by the table's forwards alone; see `Runner`."""
         region = _Region(self, parts, _cut(parts), placement, None)
 
-        def sums(params: PyTree, batch: PyTree) -> Sums:
+        def sums(params: PyTree, _variables: PyTree, batch: PyTree) -> Sums:
             found: Sums = region.mapped(region.sums, PartitionSpec())(params, batch)
             return found
 
@@ -136,7 +136,7 @@ class _Region:
 
     def gradients(self, params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
         """Sums and gradients of a step."""
-        seeds, key = shared
+        seeds, key, _ = shared
         shard = Shard(self.placement, params, self.dtypes)
         stage = self._stage(
             self.pipeline.schedule,

@@ -25,12 +25,15 @@ class Task(Protocol):
         ...
 
     @property
-    def headline(self) -> str:
-        """The term that evaluation reports."""
+    def reported(self) -> Mapping[str, str]:
+        """What evaluation reports, by name, and the term that each is the mean of: `val_loss`."""
         ...
 
     def totals(self, batch: Batch) -> dict[str, jax.Array]:
-        """The weight of each term over a batch with any leading dims."""
+        """The weight of each term over a batch with any leading dims.
+
+        There may be terms that are no part of the loss: they are reported beside it.
+        """
         ...
 
     def terms(

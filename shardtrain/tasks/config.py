@@ -26,3 +26,20 @@ class LanguageModelConfig(BaseModel):
     loss_chunks: int = Field(1, ge=1)
     """Parts that a device's positions are cut into for the head and its loss, so that scores of the
     whole vocabulary are there for one part at a time. 1 = all at once; more makes them twice."""
+
+
+class ImageClassificationConfig(BaseModel):
+    """Tell the class of an image."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    type: Literal["image_classification"] = "image_classification"
+    """Which task this is."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    """Part of the target that all classes share alike, in training only. 0 = none."""

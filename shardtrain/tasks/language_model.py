@@ -28,9 +28,9 @@ class LanguageModel:
         return {"nll": 1.0, **z_loss}
 
     @property
-    def headline(self) -> str:
+    def reported(self) -> Mapping[str, str]:
         """Cross-entropy, in nats a token."""
-        return "nll"
+        return {"val_loss": "nll"}
 
     def totals(self, batch: Batch) -> dict[str, jax.Array]:
         """The number of targets that count."""

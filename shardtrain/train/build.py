@@ -38,6 +38,7 @@ from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
+from shardtrain.train.kept import EMA, Kept, for_evaluation, joined
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
     Metrics,
@@ -47,6 +48,7 @@ from shardtrain.train.step import (
     make_parts,
     make_step,
     products_in_layers,
+    split,
 )
 
 PyTree = Any
@@ -88,19 +90,21 @@ class Program:
     """Batches in a row that may be left out because a number in them is none; see `make_step`."""
     scaling: LossScale = Unscaled()  # noqa: RUF009  # frozen
     """What the loss is multiplied by."""
+    kept: Kept = Kept()  # noqa: RUF009  # frozen
+    """What is kept beside the parameters."""
 
     # -- shapes and placements
 
     @cached_property
-    def _abstract(self) -> tuple[nnx.GraphDef[Any], Any]:
-        """The model without its parameters, and their shapes in the master dtype."""
+    def _abstract(self) -> tuple[nnx.GraphDef[Any], Any, Any]:
+        """The model without its arrays; shapes of parameters, in the master dtype, and the rest."""
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
-        graph, state = nnx.split(model)
-        return graph, jax.eval_shape(lambda s: cast(s, self.policy.master), state)
+        graph, params, variables = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+        return graph, jax.eval_shape(lambda s: cast(s, self.policy.master), params), variables
 
     @property
     def graph(self) -> nnx.GraphDef[Any]:
-        """The model without its parameters."""
+        """The model without its arrays."""
         return self._abstract[0]
 
     @cached_property
@@ -136,12 +140,26 @@ class Program:
             lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
         )
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
+        variables = nnx.to_pure_dict(self._abstract[2])
+
+        def kept(masters: PyTree) -> PyTree:
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), variables)
+            return self.kept.init(masters, zeros)
+
+        model_state = grows_with_layers(kept, masters, params)
         no: Any = False
         scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
         # Its layers are always as the model has them.
         handed_on = jax.tree.map(lambda _: no, jax.eval_shape(self.handing_on.init))
         return TrainState(
-            no, no, params, opt_state, key=no, skipped=no, loss_scale=scale, model_state=handed_on
+            no,
+            no,
+            params,
+            opt_state,
+            key=no,
+            skipped=no,
+            loss_scale=scale,
+            model_state=joined(model_state, handed_on),
         )
 
     @cached_property
@@ -211,11 +229,15 @@ class Program:
             # Drawn wide, then rounded: the same values whatever they rest in.
             return self.create(self.policy.wide, nnx.Rngs(params=key))
 
-    def _init(self) -> TrainState:
+    def _drawn(self) -> tuple[PyTree, PyTree]:
+        """Initial parameters, in model order, and initial variables of the model."""
         model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
-        return self._first_state(nnx.to_pure_dict(nnx.split(model)[1]))
+        return split(model)[1:]
 
-    def _first_state(self, master: PyTree) -> TrainState:
+    def _init(self) -> TrainState:
+        return self._first_state(*self._drawn())
+
+    def _first_state(self, master: PyTree, variables: PyTree) -> TrainState:
         """The state before the first update, of parameters in model order."""
         key = jax.random.key(self.seed)
         master = self._stacked_at_rest(cast(master, self.policy.master))
@@ -227,7 +249,7 @@ class Program:
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
-            model_state=self.handing_on.init(),
+            model_state=joined(self.kept.init(master, variables), self.handing_on.init()),
         )
 
     def _stacked_at_rest(self, master: PyTree) -> PyTree:
@@ -262,7 +284,7 @@ class Program:
         shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
 
         def first(weights: PyTree) -> TrainState:
-            state = self._first_state(weights)
+            state = self._first_state(weights, self._drawn()[1])
             return state.replace(opt_state=()) if evaluates else state
 
         made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
@@ -301,7 +323,9 @@ class Program:
         whole = make_gradient_fn(
             self.task, gradients, self.placement, self.policy.compute, self.layout.arrange
         )
-        return make_step(whole, self.optimizer, self.scaling, self.skip_limit, self.handing_on)
+        return make_step(
+            whole, self.optimizer, self.scaling, self.skip_limit, self.kept, self.handing_on
+        )
 
     @cached_property
     def step(self) -> Any:
@@ -337,16 +361,31 @@ class Program:
         return compiled
 
     @cached_property
-    def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
-        """(params, batch) -> (sums, weights) of each term, without dropout."""
+    def evaluate(self) -> Callable[..., tuple[Metrics, Metrics]]:
+        """(params, batch, model_state) -> (sums, weights) of each term, without dropout.
+
+        What has no `model_state` may leave it out.
+        """
         evaluation = self.layout.runner.evaluation(self.parts, self.placement)
         function = make_evaluation(
             self.task, evaluation, self.placement, self.policy.compute, self.layout.arrange
         )
-        evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(
+        evaluate: Callable[..., tuple[Metrics, Metrics]] = jax.jit(
             function, out_shardings=self.placement.whole
         )
         return evaluate
+
+    @cached_property
+    def evaluated_params(self) -> Callable[[TrainState], PyTree]:
+        """The parameters that a state is evaluated with: their average, where one is kept."""
+
+        def params(state: TrainState) -> PyTree:
+            return for_evaluation(state.params, state.model_state)[0]
+
+        chosen: Callable[[TrainState], PyTree] = jax.jit(
+            params, out_shardings=self.placement.params
+        )
+        return chosen if EMA in self.shapes.model_state else lambda state: state.params
 
     # -- model order, in which states are saved and compared
 

@@ -25,7 +25,7 @@ from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.mesh import data_axes, data_degree
 from shardtrain.sharding.placement import Placement, path_name
 from shardtrain.sharding.rules import stored_table, use_rules
-from shardtrain.strategies.accumulate import make_gradients
+from shardtrain.strategies.accumulate import has_convolution, make_gradients
 from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.precision import Policy, cast, cast_at_rest, policy
 from shardtrain.train.own_model import check_layout, check_names, own_table, place_batch
@@ -162,16 +162,25 @@ class TrainStep:
             value = value * (self.weight(batch) / total).astype(value.dtype) * scale
             return value, {"loss": value}
 
-        accumulated = make_gradients(
-            loss,
-            placement,
-            microbatches=self.microbatches,
-            dtypes=self.optimizer.policy,
+        shards, whole = (
+            make_gradients(
+                loss,
+                placement,
+                microbatches=self.microbatches,
+                dtypes=self.optimizer.policy,
+                whole=whole,
+            )
+            for whole in (False, True)
         )
 
         def gradients(
-            params: PyTree, inputs: PyTree, batch: PyTree, key: Array, scale: Array | float
-        ) -> tuple[Metrics, PyTree, PyTree]:
+            params: PyTree,
+            inputs: PyTree,
+            _variables: PyTree,
+            batch: PyTree,
+            key: Array,
+            scale: Array | float,
+        ) -> tuple[Metrics, PyTree, PyTree, PyTree]:
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))
@@ -179,8 +188,10 @@ class TrainStep:
             with use_rules(placement.compute, placement.mesh):
                 metrics: Metrics
                 shared = (self.weight(batch), scale)
-                metrics, grads, seen = accumulated(params, inputs, parts, shared)
-            return {"loss": metrics["loss"] / scale}, grads, seen
+                first = jax.tree.map(lambda x: x[0], parts)
+                way = whole if has_convolution(loss, params, inputs, first, shared) else shards
+                metrics, grads, seen = way(params, inputs, parts, shared)
+            return {"loss": metrics["loss"] / scale}, {}, grads, seen
 
         return gradients
 

@@ -28,7 +28,8 @@ _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
     | {"guard", "watchdog", "targets", "offload"}
     # Where and how far ahead the same batches are read; that they are the same has its own check.
-    | {"data.path", "data.tokenizer", "data.cache", "data.prefetch"}
+    | {"data.path", "data.tokenizer", "data.cache", "data.prefetch", "data.threads"}
+    | {"data.bad_images"}  # until now all images could be read, or they were skipped
     | {"model.attention", "model.layer_loop", "task.loss_chunks"}  # how the same is computed
 )
 # Keys of free sections that shape the run all the same.

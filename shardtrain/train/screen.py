@@ -90,10 +90,14 @@ class Screen:
         words = [
             f"step {step:>{len(str(self._last))}}/{self._last}",
             f"loss {values['loss']:.4f}",
-            *([f"val_loss {values['val_loss']:.4f}"] if "val_loss" in values else []),
+            *(f"{name} {value:.4f}" for name, value in values.items() if name.startswith("val_")),
             f"grad {values['grad_norm']:.3f}",
             f"lr {values['learning_rate']:.2e}",
-            f"{values['tokens_per_second']:,.0f} tokens/s",
+            *(
+                f"{values[name]:,.0f} {unit}/s"
+                for unit in ("tokens", "examples")
+                if (name := f"{unit}_per_second") in values
+            ),
             *([f"mfu {values['mfu']:.1%}"] if values.get("mfu") is not None else []),
             f"eta {human_time(left)}",
         ]

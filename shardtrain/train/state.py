@@ -30,7 +30,8 @@ class TrainState:
     loss_scale: PyTree = ()
     """The loss scale and its counts; nothing where the loss is not scaled."""
     model_state: PyTree = ()
-    """What steps hand on besides, a dict of subtrees; nothing where there is none."""
+    """What is kept beside the parameters and handed on by steps, a tree a part (`train.kept`,
+    `strategies.model_state`); nothing without any."""
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -53,5 +54,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         key=whole,
         skipped=whole,
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
-        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
+        model_state=placement.beside(shapes.model_state),
     )

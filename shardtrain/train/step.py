@@ -11,27 +11,30 @@ from shardtrain.errors import ConfigError
 from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.optim.optimizers import is_matrix
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.placement import LAYERS, Placement
+from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.model_state import LargestEntries, ModelState, Stateless
-from shardtrain.strategies.parts import Cut, Gradients, Parts
+from shardtrain.strategies.parts import OBSERVED, Cut, Evaluation, Gradients, Parts
 from shardtrain.strategies.precision import cast_at_rest
 from shardtrain.strategies.precision_words import Words
 from shardtrain.strategies.remat import Block
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
+from shardtrain.train.kept import Kept, for_evaluation, joined, observation, variables_of
 from shardtrain.train.state import TrainState
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
 GradientFn = Callable[
-    [PyTree, PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree, PyTree]
+    [PyTree, PyTree, PyTree, Batch, jax.Array, jax.Array | float],
+    tuple[Metrics, PyTree, PyTree, PyTree],
 ]
-"""(params, inputs, batch, key, scale) -> (metrics, gradients of the loss times `scale`, what was
-seen in the place of `inputs`, those of a `ModelState`)."""
+"""(params, inputs, the model's variables, batch, key, scale) -> (metrics, what the model has
+observed for its variables, gradients of the loss times `scale`, what was seen in the place of
+`inputs`, those of a `ModelState`)."""
 _NO_LIMIT = 2**31 - 1
 _STATELESS = Stateless()
 
@@ -45,6 +48,13 @@ def _as_it_is(layer: Block, inputs: PyTree) -> Block:
     return layer
 
 
+def split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
+    """A model as its graph, its parameters, and all other variables, as plain dicts."""
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, variables = map(nnx.to_pure_dict, states)
+    return graph, params, variables
+
+
 def make_parts(
     task: Task,
     graph: nnx.GraphDef[Any],
@@ -55,19 +65,29 @@ def make_parts(
 
     Args:
         task: terms and weights.
-        graph: the model without its parameters.
+        graph: the model without its parameters and variables.
         params: their shapes.
         in_layers: wraps a function of a layer, its index and more, with a model state's inputs;
             see `products_in_layers`.
     """
 
     def sums(
-        params: PyTree, inputs: PyTree, batch: Batch, key: jax.Array | None, stack: Stack
-    ) -> Metrics:
+        params: PyTree,
+        inputs: PyTree,
+        variables: PyTree,
+        batch: Batch,
+        key: jax.Array | None,
+        stack: Stack,
+    ) -> dict[str, PyTree]:
         def wrapped(layers: nnx.Module, block: Block, x: PyTree) -> Any:
             return stack(layers, in_layers(block, inputs), x)
 
-        return task.terms(nnx.merge(graph, params), batch, key, wrapped)
+        model = nnx.merge(graph, params, variables)
+        terms: dict[str, PyTree] = task.terms(model, batch, key, wrapped)
+        if key is None or not variables:
+            return terms
+        _, _, seen = split(model)
+        return {**terms, OBSERVED: observation(seen)}
 
     def value(sums: Metrics, seeds: PyTree) -> jax.Array:
         totals, scale = seeds
@@ -157,15 +177,20 @@ def make_gradient_fn(
     """
 
     def whole(
-        params: PyTree, inputs: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
-    ) -> tuple[Metrics, PyTree, PyTree]:
+        params: PyTree,
+        inputs: PyTree,
+        variables: PyTree,
+        batch: Batch,
+        key: jax.Array,
+        scale: jax.Array | float,
+    ) -> tuple[Metrics, PyTree, PyTree, PyTree]:
         totals = task.totals(batch)
         params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
-            shared = (totals, scale), key
+            shared = ((totals, scale), key, variables)
             sums, grads, seen = gradients(params, inputs, arrange(batch), shared)
-        means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
-        return {"loss": sums["loss"] / scale, **means}, grads, seen
+        means = {name: mean(sums[name], total) for name, total in totals.items()}
+        return {"loss": sums["loss"] / scale, **means}, sums.get(OBSERVED, {}), grads, seen
 
     return whole
 
@@ -175,6 +200,7 @@ def make_step(
     optimizer: Optimizer,
     scaling: LossScale,
     skip_limit: int = _NO_LIMIT,
+    kept: Kept = Kept(),  # noqa: B008  # frozen
     handing_on: ModelState = _STATELESS,
 ) -> Step:
     """The step: (state, batch) -> (state, metrics, gradients).
@@ -191,14 +217,23 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
         scale = scaling.scale(state.loss_scale)
-        inputs = handing_on.inputs(state.model_state)
-        metrics, grads, seen = gradients(state.params, inputs, batch, key, scale)
+        inputs, variables = handing_on.inputs(state.model_state), variables_of(state.model_state)
+        metrics, observed, grads, seen = gradients(
+            state.params, inputs, variables, batch, key, scale
+        )
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
             grads, state.opt_state, state.params, state.step + 1, key, allowed, scale
         )
         moved = numbers["moved"]
+        model_state = kept.after(
+            state.model_state,
+            optimizer.masters(opt_state, params),
+            observed,
+            state.step + 1,
+            moved,
+        )
         loss_scale, retry = scaling.after(state.loss_scale, moved, allowed)
         more = (~halted & ~retry).astype(state.skipped.dtype)
         state = state.replace(
@@ -208,7 +243,7 @@ def make_step(
             opt_state=opt_state,
             skipped=jnp.where(moved, 0, state.skipped + more),
             loss_scale=loss_scale,
-            model_state=handing_on.after(state.model_state, seen, moved),
+            model_state=joined(model_state, handing_on.after(state.model_state, seen, moved)),
         )
         numbers = {**numbers, **scaling.metrics(loss_scale), "retry": retry}
         return state, {**metrics, **numbers}, grads
@@ -218,25 +253,26 @@ def make_step(
 
 def make_evaluation(
     task: Task,
-    evaluation: Callable[[PyTree, Batch], Metrics],
+    evaluation: Evaluation,
     placement: Placement,
     dtype: Any,
     arrange: Arrange = in_order,
-) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
-    """(params, batch) -> (sums, weights) of each term, without dropout, for one batch of parts.
+) -> Callable[[PyTree, Batch, PyTree], tuple[Metrics, Metrics]]:
+    """(params, batch, model_state) -> (sums, weights) of each term, without dropout.
 
     Args:
         task: terms and weights.
-        evaluation: from a `Runner`.
+        evaluation: from a `Runner`; for one batch of parts.
         placement: where everything rests.
         dtype: what parameters are computed with.
         arrange: the order in which the positions of a batch are worked on.
     """
 
-    def evaluate(params: PyTree, batch: Batch) -> tuple[Metrics, Metrics]:
-        params = cast_at_rest(params, dtype, placement.params)
+    def evaluate(params: PyTree, batch: Batch, model_state: PyTree = ()) -> tuple[Metrics, Metrics]:
+        params, variables = for_evaluation(params, model_state)
+        params = cast_at_rest(constrain_tree(params, placement.params), dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
-            sums = evaluation(params, arrange(batch))
+            sums = evaluation(params, variables, arrange(batch))
         return sums, task.totals(batch)
 
     return evaluate

@@ -38,6 +38,10 @@ class Subject:
         """Parameters or gradients on the host, with the layers as the model has them."""
         return self.program.in_model_order(jax.device_get(tree))
 
+    def kept(self, state: TrainState) -> PyTree:
+        """What a state keeps beside its parameters, on the host and in model order."""
+        return jax.device_get(self.program.to_saved(state).model_state)
+
     def take(self, state: TrainState, of: "Subject") -> TrainState:
         """Another subject's state, put where this one keeps it."""
         return transfer(of.program.to_saved(state), self.program)
@@ -54,11 +58,14 @@ class Comparison:
     """By parameter."""
     parameters: dict[str, float]
     """By parameter, after the update."""
+    kept: dict[str, float]
+    """By what is kept beside the parameters, such as statistics of batch norm, after the step."""
 
     @property
     def worst(self) -> float:
         """The largest of all."""
-        return max(self.loss, *self.gradients.values(), *self.parameters.values())
+        found = (*self.gradients.values(), *self.parameters.values(), *self.kept.values())
+        return max(self.loss, *found)
 
     @property
     def equal(self) -> bool:
@@ -69,10 +76,11 @@ class Comparison:
 def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -> Comparison:
     """Runs both from the reference's initial state on the same batches.
 
-    Losses, gradients and updated parameters are compared at each step. Where `bound` is float32's,
-    both begin each step from the reference's state and the parameters are those that both make of
-    the reference's gradient: an adaptive optimizer turns the rounding of a zero gradient into a
-    whole step, so that free-running float32 trajectories of one and the same program would part.
+    Losses, gradients, updated parameters and what is kept beside them are compared at each step.
+    Where `bound` is float32's, both begin each step from the reference's state and the parameters
+    are those that both make of the reference's gradient: an adaptive optimizer turns the rounding
+    of a zero gradient into a whole step, so that free-running float32 trajectories of one and the
+    same program would part.
 
     Args:
         subject: the layout in question.
@@ -87,7 +95,7 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
     free = bound <= BOUNDS["float64"]
     truth = reference.program.init()
     state = subject.take(truth, reference)
-    loss, gradients, parameters = 0.0, {}, {}  # type: ignore[var-annotated]
+    loss, gradients, parameters, kept = 0.0, {}, {}, {}  # type: ignore[var-annotated]
     for cursor in range(steps):
         if not free:
             state = subject.take(truth, reference)
@@ -103,8 +111,9 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
             parameters,
             differences(subject.in_model_order(params), reference.in_model_order(wanted.params)),
         )
+        _merge(kept, differences(subject.kept(new), reference.kept(wanted)))
         truth, state = wanted, new
-    return Comparison(steps, bound, loss, gradients, parameters)
+    return Comparison(steps, bound, loss, gradients, parameters, kept)
 
 
 def transfer(state: TrainState, program: Program) -> TrainState:
@@ -123,7 +132,9 @@ def transfer(state: TrainState, program: Program) -> TrainState:
 def differences(found: PyTree, wanted: PyTree) -> dict[str, float]:
     """The relative difference of each leaf, by path."""
     right = {path: _wide(leaf) for path, leaf in leaves_by_path(wanted)}
-    floor = FLOOR * max(float(np.abs(leaf).max(initial=0)) for leaf in right.values())
+    floor = FLOOR * max(
+        (float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0
+    )
     result = {}
     for path, leaf in leaves_by_path(found):
         scale = max(float(np.abs(right[path]).max(initial=0)), floor)

@@ -47,7 +47,7 @@ class Slopes:
     """
 
     coefficients: ClassVar = {"slope": 1.0}
-    headline = "slope"
+    reported: ClassVar = {"val_loss": "slope"}
 
     def totals(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {"slope": jnp.sum(batch["weights"])}

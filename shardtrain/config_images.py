@@ -1,0 +1,112 @@
+"""What cannot be about a run that classifies images, found before anything is compiled.
+
+Owns: checks between its model, its data and its layout. Does not own: those that all runs share
+(`shardtrain.config`), and files (`shardtrain.data`).
+"""
+
+from collections.abc import Iterator, Mapping
+
+from shardtrain.data.config import ImageDataConfig
+from shardtrain.errors import ConfigError
+from shardtrain.models.config import ResNetConfig
+from shardtrain.plan.layout import Degrees, batch_faults
+from shardtrain.sharding.config import ShardingConfig
+from shardtrain.strategies.config import OffloadConfig, TrainConfig
+
+_WITHOUT: Mapping[str, str] = {
+    "pipeline": "its blocks differ, so that stages could not share them",
+    "context": "there is no sequence to share out",
+    "tensor": "its channels are not split",
+}
+"""Mesh axes that a convolutional network has no use for."""
+
+
+def image_faults(
+    model: ResNetConfig,
+    data: ImageDataConfig,
+    train: TrainConfig,
+    sharding: ShardingConfig,
+    offload: OffloadConfig,
+    degrees: Degrees,
+) -> list[ConfigError]:
+    """Return every fault of such a run.
+
+    Args:
+        model: The model's section.
+        data: The data's section.
+        train: How a step is computed.
+        sharding: Rules that replace others.
+        offload: What rests on the host.
+        degrees: Degree of each mesh axis; -1 where it is still open.
+
+    Returns:
+        One error per fault, none when all is well.
+    """
+    return [
+        *_layout(train, sharding, degrees),
+        *_norm(model, train),
+        *_layers(train, offload),
+        *_channels(data),
+        *batch_faults(data.batch_size, sharding, degrees, train.microbatches),
+    ]
+
+
+def _layout(
+    train: TrainConfig, sharding: ShardingConfig, degrees: Degrees
+) -> Iterator[ConfigError]:
+    for axis, reason in _WITHOUT.items():
+        if degrees[axis] > 1:
+            yield ConfigError(
+                f'model.type="resnet" cannot use it: {reason}; use 1, and mesh.data or '
+                "mesh.replica instead",
+                where=f"mesh.{axis}={degrees[axis]}",
+            )
+    if sharding.sequence_parallel:
+        yield ConfigError(
+            'model.type="resnet" has no sequences; leave it out',
+            where="sharding.sequence_parallel=True",
+        )
+    if train.remat != "none":
+        yield ConfigError(
+            'model.type="resnet" has no stack of layers to compute again; use "none"',
+            where=f'train.remat="{train.remat}"',
+        )
+    for key in ("overlap", "audit"):
+        if {"overlap": train.overlap, "audit": train.audit}[key]:
+            yield ConfigError(
+                "it is there for language models alone; leave it out", where=f"train.{key}=True"
+            )
+
+
+def _layers(train: TrainConfig, offload: OffloadConfig) -> Iterator[ConfigError]:
+    """What is for stacks of equal layers alone."""
+    if "fp8" in train.precision:
+        yield ConfigError(
+            'model.type="resnet" has no stack of layers whose products could be in fp8; use '
+            '"bfloat16"',
+            where=f'train.precision="{train.precision}"',
+        )
+    if offload.parameters != "device":
+        yield ConfigError(
+            'model.type="resnet" has no stack of layers that could come one by one; use "device"',
+            where=f'offload.parameters="{offload.parameters}"',
+        )
+
+
+def _norm(model: ResNetConfig, train: TrainConfig) -> Iterator[ConfigError]:
+    if train.microbatches > 1 and model.norm_statistics == "global":
+        yield ConfigError(
+            "batch norm cannot have the statistics of the whole batch while that is worked off in "
+            'parts; use 1, or choose other statistics by name: model.norm_statistics="microbatch" '
+            'or "per_replica"',
+            where=f"train.microbatches={train.microbatches}",
+        )
+
+
+def _channels(data: ImageDataConfig) -> Iterator[ConfigError]:
+    for key, values in (("mean", data.mean), ("deviation", data.deviation)):
+        if len(values) != data.channels:
+            yield ConfigError(
+                f"data.channels={data.channels} wants {data.channels} of them",
+                where=f"data.{key}={values}",
+            )
