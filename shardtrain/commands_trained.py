@@ -59,7 +59,7 @@ def generate_command(
     state = restore_newest(config, program)
     if note := generator.note(prompt, tokens):
         make_console().print(f"note: {note}", markup=False, soft_wrap=True)
-    text = generator.text(state.params, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    text = generator.text(state.weights, prompt, tokens=tokens, temperature=temperature, seed=seed)
     if json:
         print(json_.dumps({"step": int(state.step), "prompt": prompt, "text": text}))
         return 0

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
+from shardtrain.config_init import inherit
 from shardtrain.config_keys import section_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import TransformerConfig
+from shardtrain.models.config import LoraConfig, TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.plan.layout import layout_faults, model_faults
 from shardtrain.plan.stages import make_stages
@@ -56,6 +57,7 @@ class RunConfig(BaseModel):
 
     run: RunSection
     model: TransformerConfig
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     task: LanguageModelConfig = Field(default_factory=LanguageModelConfig)
     data: DataConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
@@ -75,6 +77,7 @@ class RunConfig(BaseModel):
 SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "run": RunSection,
     "model": TransformerConfig,
+    "lora": LoraConfig,
     "task": LanguageModelConfig,
     "data": DataConfig,
     "mesh": MeshConfig,
@@ -114,6 +117,7 @@ def load_config(
     for key, value in (overrides or {}).items():
         put(raw, key, value)
         places.pop(key, None)
+    raw = inherit(raw)
     classes = section_classes(raw)
     raise_all(section_faults(raw, classes, places, complete=True))
     config = RunConfig.model_validate(

@@ -89,7 +89,7 @@ class Run:
             batch = evaluation_on_device(
                 validation, index, self.program.layout.microbatches, self.place
             )
-            part, weight = self.program.evaluate(state.params, batch)
+            part, weight = self.program.evaluate(state.weights, batch)
             sums += float(part[headline])
             weights += float(weight[headline])
         return {"val_loss": sums / max(weights, 1.0)}
@@ -109,7 +109,7 @@ class Run:
     ) -> str:
         """What the model writes after a prompt; the arguments are those of `Generator.text`."""
         return self._generator.text(
-            state.params, prompt, tokens=tokens, temperature=temperature, seed=seed
+            state.weights, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
 
 

@@ -14,7 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.config import RunConfig
 from shardtrain.data.language import blank_batch
-from shardtrain.models.transformer import Transformer
+from shardtrain.models.config import LoraConfig
+from shardtrain.models.lora import Everything, Lora, Training, choose_matrices
+from shardtrain.models.transformer import MATRICES, Transformer
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
 from shardtrain.plan.stages import make_stages
@@ -77,7 +79,19 @@ def make_program(
         seed=config.run.seed,
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
         scaling=make_scaling(config.train, dtypes),
+        training=make_training(config.lora),
     )
+
+
+def make_training(lora: LoraConfig) -> Training:
+    """Which parameters are trained.
+
+    Raises:
+        ConfigError: `lora.targets` names a weight that the model does not have.
+    """
+    if not lora.rank:
+        return Everything()
+    return Lora(lora.rank, lora.alpha, choose_matrices(lora.targets, MATRICES))
 
 
 def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
@@ -158,7 +172,12 @@ def count_parameters(program: Program, vocab_size: int) -> int:
         dims = zip(leaf.shape, names, strict=True)
         return math.prod(min(size, vocab_size) if name == "vocab" else size for size, name in dims)
 
-    counts = jax.tree.map(count, program.abstract_saved.params, program.placement.names)
+    saved, placement, weights = program.abstract_saved, program.placement, program.training.weights
+    counts = jax.tree.map(
+        count,
+        weights(saved.params, saved.frozen),
+        weights(placement.names, placement.frozen_names),
+    )
     return sum(jax.tree.leaves(counts))
 
 

@@ -32,7 +32,16 @@ from shardtrain.models.flops import training_flops_per_token
 from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.run_program import count_parameters
-from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
+from shardtrain.run_state import (
+    BASE,
+    base_digest,
+    base_of,
+    chosen_by_weights,
+    is_imported,
+    restore_state,
+    save_base,
+)
+from shardtrain.run_weights import weights_of
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -110,7 +119,8 @@ class Attempt:
                 screen.say(f"nothing to do: {resume} of {last} updates are done")
                 return self._restore(resume), 0
             if self.peers.index == 0:
-                self._make_room()
+                self._make_room(resume)
+            self.peers.barrier("there is room", _PATIENCE)
             return self._go(resume)
 
     # -- before the first update
@@ -164,8 +174,10 @@ class Attempt:
             lines.append("run.deterministic=True has no effect: CPU kernels always are")
         return [*lines, *warnings()]
 
-    def _make_room(self) -> None:
+    def _make_room(self, resume: int | None) -> None:
         """Takes away what a killed save has left; refuses a disk that is too small."""
+        if resume is None or is_imported(self.checkpoints.metadata(resume)):
+            base_of(self.checkpoints).drop_after(-1)  # of an attempt that never saved a step
         for path in self.checkpoints.clean():
             self.screen.say(f"deleted what an interrupted save has left: {path}")
         self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
@@ -257,7 +269,7 @@ class Attempt:
     def _begin(self, observer: Observer, resume: int | None, past: Past) -> TrainState:
         """Makes or restores the state."""
         if resume is None:
-            return self.run.init()
+            return self._first_state()
         self.phases.enter("restore", resume)
         begun = time.perf_counter()
         state = self._restore(resume)
@@ -272,8 +284,20 @@ class Attempt:
                 observer.event("eval", resume, values)
         return state
 
+    def _first_state(self) -> TrainState:
+        """The state before the first update: drawn, or of the weights that `run.init` names."""
+        program, init = self.run.program, self.run.config.run.init
+        if init:
+            state = program.init_from(weights_of(init, self.run.config, program))
+        else:
+            state = self.run.init()
+        save_base(self.checkpoints, program.to_saved(state))
+        return state
+
     def _restore(self, step: int) -> TrainState:
-        return restore_state(self.checkpoints, step, self.run.program)
+        state = restore_state(self.checkpoints, step, self.run.program)
+        save_base(self.checkpoints, self.run.program.to_saved(state))  # of imported weights
+        return state
 
     def _loop(
         self,
@@ -368,7 +392,10 @@ class Attempt:
         """Begins to save; what was told of the steps before is on the disk first."""
         observer.flush()
         metadata = {"config": self.run.config.model_dump(), "tokens": self.run.info.digest}
-        saved, metric = self.run.program.to_saved(state), values.get("val_loss")
+        metadata |= {BASE: digest} if (digest := base_digest(self.checkpoints)) else {}
+        # The frozen weights are there already, and none of them has changed.
+        saved = self.run.program.to_saved(state).replace(frozen=())
+        metric = values.get("val_loss")
         self.checkpoints.save(step, saved, metadata, metric=metric)
 
     def _tell_saved(self, observer: Observer) -> None:
@@ -435,7 +462,7 @@ class Attempt:
         """The state of the newest checkpoint up to a step, or the oldest there is."""
         steps = self.checkpoints.steps()
         if not steps:
-            return self.run.init(), 0
+            return self._first_state(), 0
         chosen = max((s for s in steps if s <= step), default=steps[0])
         return self._restore(chosen), chosen
 

@@ -8,6 +8,7 @@ Does not own: where operands lie; it never moves data and calls no `shard_map`.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
-from shardtrain.sharding.rules import current
+from shardtrain.sharding.rules import constrain, current
 from shardtrain.strategies.remat import PRODUCT
 
 Dims = tuple[int, ...]
@@ -35,6 +36,26 @@ class Phrasing(NamedTuple):
     ask 16-bit products for 32-bit results (CPU, one device)."""
 
 
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["base", "down", "up"], meta_fields=["scale"]
+)
+@dataclass(frozen=True)
+class LowRank:
+    """A frozen weight and a trained change of low rank: `W + scale A B` (arXiv 2106.09685).
+
+    Its product is made of three, so that no gradient of the weight's size is ever made or reduced,
+    and in 16 bits a change smaller than the weight's last bit is not rounded away.
+    """
+
+    base: Float[Array, "..."]
+    """As `dense` takes a weight."""
+    down: Float[Array, "... rank"]
+    """A: [*in, rank]."""
+    up: Float[Array, "rank ..."]
+    """B: [rank, *out]."""
+    scale: float
+
+
 def phrasing() -> Phrasing:
     """Chooses by the platform of the active mesh, or of the default device outside of rules."""
     active = current()
@@ -47,7 +68,7 @@ def phrasing() -> Phrasing:
 
 def dense(
     x: Float[Array, "batch length ..."],
-    w: Float[Array, "..."],
+    w: Float[Array, "..."] | LowRank,
     *,
     contract: int = 1,
     bias: Float[Array, "..."] | None = None,
@@ -58,7 +79,8 @@ def dense(
 
     Args:
         x: activations [batch, length, *in].
-        w: the weight [*in, *out]; each dim may be split over devices.
+        w: the weight [*in, *out]; each dim may be split over devices. Or one with a change of low
+            rank; only that has a gradient.
         contract: number of dims of `in`.
         bias: added to the product, [*out].
         transposed: whether `w` is [*out, *in]. A weight with fewer outputs than inputs is best kept
@@ -73,6 +95,11 @@ def dense(
         >>> dense(jnp.ones((1, 2, 3)), jnp.ones((3, 4)), bias=jnp.ones(4)).shape
         (1, 2, 4)
     """
+    if isinstance(w, LowRank):
+        base = jax.lax.stop_gradient(w.base)
+        y = dense(x, base, contract=contract, bias=bias, transposed=transposed, wide=wide)
+        narrow = constrain(dense(x, w.down, contract=contract), "batch", "length", "rank")
+        return y + dense(narrow * jnp.asarray(w.scale, x.dtype), w.up, wide=wide)
     first = w.ndim - contract if transposed else 0
     assert x.shape[2:] == w.shape[first : first + contract], (x.shape, w.shape, contract)
     how = phrasing()

@@ -33,6 +33,7 @@ AXES = {
     "vocab": "token ids",
     "position": "rows of a learned position table",
     "layers": "layers of the stack",
+    "rank": "inner width of a weight's change of low rank (LoRA)",
 }
 """The vocabulary: the words for shapes in signatures, in sharding rules and in the docs."""
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import mapped_over
@@ -45,8 +46,8 @@ class Accumulation:
         """The gradient function of a whole step; see `Runner`."""
 
         def loss(params: PyTree, batch: PyTree, shared: PyTree) -> tuple[jax.Array, Sums]:
-            seeds, key = shared
-            sums = parts.sums(params, batch, key, self.stack)
+            seeds, key, frozen = shared
+            sums = parts.sums(joined(params, frozen), batch, key, self.stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 

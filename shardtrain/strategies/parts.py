@@ -17,7 +17,9 @@ from shardtrain.strategies.stack import Stack
 PyTree = Any
 Sums = dict[str, jax.Array]
 Gradients = Callable[[PyTree, PyTree, PyTree], tuple[Sums, PyTree]]
-"""(params, batch, (seeds, key)) -> (sums with the `loss`, gradients); for a whole step."""
+"""(params, batch, (seeds, key, frozen)) -> (sums with the `loss`, gradients); for a whole step.
+
+`params` are those that are trained, `frozen` the others; a `Parts` takes both as one tree."""
 
 LAYERS = "layers"
 """Where the tree of parameters holds the stacked layers."""
@@ -78,5 +80,5 @@ class Runner(Protocol):
         ...
 
     def evaluation(self, parts: Parts, placement: Placement) -> Callable[[PyTree, PyTree], Sums]:
-        """(params, batch) -> sums over all microbatches, without dropout."""
+        """(all parameters, batch) -> sums over all microbatches, without dropout."""
         ...

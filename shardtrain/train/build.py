@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
@@ -83,6 +84,8 @@ class Program:
     """Batches in a row that may be left out because a number in them is none; see `make_step`."""
     scaling: LossScale = Unscaled()  # noqa: RUF009  # frozen
     """What the loss is multiplied by."""
+    training: Training = Everything()  # noqa: RUF009  # frozen
+    """Which parameters are trained."""
 
     # -- shapes and placements
 
@@ -109,14 +112,19 @@ class Program:
         names = nnx.to_pure_dict(nnx.from_flat_state(flat))
         layout = self.layout
         stacked = partial(jax.eval_shape, self.order.stack)
+        shapes = map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names))
+        trained, frozen = self.training.split(names)
+        trained_shapes, frozen_shapes = self.training.split(shapes)
         return Placement(
             mesh=layout.mesh,
             compute=layout.compute,
             stored=stored_table(layout.compute),
             zero=layout.zero,
-            names=names,
-            shapes=map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names)),
+            names=trained,
+            shapes=trained_shapes,
             tiers=layout.tiers,
+            frozen_names=frozen,
+            frozen_shapes=frozen_shapes,
         )
 
     @staticmethod
@@ -133,7 +141,10 @@ class Program:
         opt_state = grows_with_layers(self.optimizer.init, masters, params)
         no: Any = False
         scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
-        return TrainState(no, no, params, opt_state, key=no, skipped=no, loss_scale=scale)
+        frozen = self._stacked_params(self.placement.frozen_names)
+        return TrainState(
+            no, no, params, opt_state, key=no, skipped=no, loss_scale=scale, frozen=frozen
+        )
 
     @cached_property
     def _sweep(self) -> Sweep:
@@ -187,16 +198,22 @@ class Program:
 
     def _model(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return self.create(self.policy.master, nnx.Rngs(params=key))
+            create = self.training.model(self.create)
+            return create(self.policy.master, nnx.Rngs(params=key))
+
+    def _first_weights(self) -> tuple[PyTree, PyTree]:
+        """Initial parameters in model order: those that are trained, and the others."""
+        model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
+        return self.training.split(nnx.to_pure_dict(nnx.split(model)[1]))
 
     def _init(self) -> TrainState:
-        model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
-        return self._first_state(nnx.to_pure_dict(nnx.split(model)[1]))
+        return self._first_state(*self._first_weights())
 
-    def _first_state(self, master: PyTree) -> TrainState:
+    def _first_state(self, master: PyTree, frozen: PyTree) -> TrainState:
         """The state before the first update, of parameters in model order."""
         key = jax.random.key(self.seed)
-        master = self._stacked_at_rest(master)
+        master = self._stacked_at_rest(master, self.placement)
+        frozen = self._stacked_at_rest(frozen, self.placement.frozen)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
@@ -205,13 +222,15 @@ class Program:
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
+            frozen=cast(frozen, self.policy.compute),
         )
 
-    def _stacked_at_rest(self, master: PyTree) -> PyTree:
+    def _stacked_at_rest(self, master: PyTree, placement: Placement) -> PyTree:
         """Initial parameters in the order of the stack, born split over the stages."""
         order, mesh = self.order, self.layout.mesh
+        stacked = self._stacked_params(placement.names)
         if order.is_model_order or isinstance(mesh, AbstractMesh):
-            return self._in_stack_order(master)
+            return map_stacked(order.stack, master, stacked)
 
         def move(leaf: jax.Array, target: NamedSharding, stacked: bool) -> jax.Array:
             if not stacked:
@@ -220,8 +239,7 @@ class Program:
             leaf = jax.lax.with_sharding_constraint(leaf, source)
             return take_rows(leaf, order.rows, source, target)
 
-        stacked = self._stacked_params(self.placement.names)
-        return jax.tree.map(move, master, self.placement.optimizer, stacked)
+        return jax.tree.map(move, master, placement.optimizer, stacked)
 
     @cached_property
     def init(self) -> Callable[[], TrainState]:
@@ -233,13 +251,14 @@ class Program:
         """Makes the initial state of parameters from elsewhere.
 
         Args:
-            weights: as `abstract_weights` describes them.
+            weights: as `abstract_weights` describes them; what is trained beside them begins as
+                `init` has it.
             evaluates: whether nothing is trained, so that the state has no `opt_state`.
         """
         shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
 
         def first(weights: PyTree) -> TrainState:
-            state = self._first_state(weights)
+            state = self._first_state(*self.training.begin(weights, self._first_weights()[0]))
             return state.replace(opt_state=()) if evaluates else state
 
         made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
@@ -247,16 +266,21 @@ class Program:
 
     @cached_property
     def abstract_weights(self) -> PyTree:
-        """Shapes and shardings of the parameters alone: in model order, in the master dtype.
+        """Shapes and shardings of the model's own parameters: in model order, in the master dtype.
 
         They rest like the optimizer's state, which is split at ZeRO 1 already.
         """
+        saved, rests, weights = self.abstract_saved, self.placement, self.training.weights
 
         def where(saved: Any, there: NamedSharding) -> Any:
             there = model_order_sharding(there, saved.shape)
             return jax.ShapeDtypeStruct(saved.shape, self.policy.master, sharding=there)
 
-        return jax.tree.map(where, self.abstract_saved.params, self.placement.optimizer)
+        return jax.tree.map(
+            where,
+            weights(saved.params, saved.frozen),
+            weights(rests.optimizer, rests.frozen.optimizer),
+        )
 
     @cached_property
     def parts(self) -> Parts:
@@ -302,7 +326,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Callable[[PyTree, Batch], tuple[Metrics, Metrics]]:
-        """(params, batch) -> (sums, weights) of each term, without dropout."""
+        """(all parameters, batch) -> (sums, weights) of each term, without dropout."""
         evaluation = self.layout.runner.evaluation(self.parts, self.placement)
         function = make_evaluation(self.task, evaluation, self.placement, self.layout.arrange)
         evaluate: Callable[[PyTree, Batch], tuple[Metrics, Metrics]] = jax.jit(

@@ -166,8 +166,9 @@ class TrainStep:
         )
 
         def gradients(
-            params: PyTree, batch: PyTree, key: Array, scale: Array | float
+            params: PyTree, frozen: PyTree, batch: PyTree, key: Array, scale: Array | float
         ) -> tuple[Metrics, PyTree]:
+            assert frozen == (), "all parameters of a loss function are trained"
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))

@@ -32,7 +32,7 @@ _FREE = frozenset(
     | {"model.attention", "model.layer_loop", "task.loss_chunks"}  # how the same is computed
 )
 # Keys of free sections that shape the run all the same.
-_BREAKS = frozenset({"run.seed", "run.steps", "train.precision"})
+_BREAKS = frozenset({"run.seed", "run.steps", "run.init", "train.precision"})
 
 
 @dataclasses.dataclass(frozen=True)

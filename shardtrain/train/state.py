@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import Placement
 
 PyTree = Any
@@ -29,6 +30,14 @@ class TrainState:
     """Batches in a row whose loss or gradient was no number; nothing but the cursor moved."""
     loss_scale: PyTree = ()
     """The loss scale and its counts; nothing where the loss is not scaled."""
+    frozen: PyTree = ()
+    """Parameters that are not trained, in the compute dtype; nothing where all are. Checkpoints
+    hold them once, beside the steps."""
+
+    @property
+    def weights(self) -> PyTree:
+        """All parameters that the model is merged of."""
+        return joined(self.params, self.frozen)
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -51,4 +60,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         key=whole,
         skipped=whole,
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
+        frozen=placement.frozen.params,
     )

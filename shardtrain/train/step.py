@@ -20,8 +20,8 @@ from shardtrain.train.state import TrainState
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
-GradientFn = Callable[[PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree]]
-"""(params, batch, key, scale) -> (metrics, gradients of the loss times `scale`)."""
+GradientFn = Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array | float], tuple[Metrics, PyTree]]
+"""(params, frozen, batch, key, scale) -> (metrics, gradients of the loss times `scale`)."""
 _NO_LIMIT = 2**31 - 1
 
 
@@ -76,11 +76,11 @@ def make_gradient_fn(
     """
 
     def whole(
-        params: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
+        params: PyTree, frozen: PyTree, batch: Batch, key: jax.Array, scale: jax.Array | float
     ) -> tuple[Metrics, PyTree]:
         totals = task.totals(batch)
         with use_rules(placement.compute, placement.mesh):
-            sums, grads = gradients(params, arrange(batch), ((totals, scale), key))
+            sums, grads = gradients(params, arrange(batch), ((totals, scale), key, frozen))
         means = {name: mean(sums[name], totals[name]) for name in task.coefficients}
         return {"loss": sums["loss"] / scale, **means}, grads
 
@@ -107,7 +107,7 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
         key = jax.random.fold_in(state.key, state.step)
         scale = scaling.scale(state.loss_scale)
-        metrics, grads = gradients(state.params, batch, key, scale)
+        metrics, grads = gradients(state.params, state.frozen, batch, key, scale)
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
         params, opt_state, numbers = optimizer.update(
