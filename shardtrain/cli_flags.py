@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from shardtrain.config import SECTIONS, section_classes
 from shardtrain.config_files import put, read_source
+from shardtrain.config_init import inherit
 from shardtrain.config_keys import section_faults, unknown_key
 from shardtrain.errors import ConfigError, raise_all
 
@@ -100,9 +101,10 @@ def parse(
         name = None
     raw, places, _ = read_source(sections(name) if sections and name else name)
     for flag, words in dotted.items():
-        if flag in ("model.type", "task.type") and words:
+        if flag in ("model.type", "task.type", "run.init") and words:
             put(raw, flag, words[0])
             places.pop(flag, None)
+    raw = inherit(raw)
     raise_all(section_faults(raw, section_classes(raw), places, complete=False))
     parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")])]
     parts += [(key, _flags(part, raw.get(key, {}))) for key, part in section_classes(raw).items()]

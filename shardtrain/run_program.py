@@ -157,6 +157,7 @@ def make_report(program: Program) -> Report:
         params=program.shapes.params,
         opt_state=program.shapes.opt_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
+        frozen=program.shapes.frozen,
     )
 
 

@@ -79,8 +79,8 @@ class SavedWeights:
             )
             wide = dtype or jnp.promote_types(parts[0].dtype, jnp.float32)
             parts = tuple(jnp.asarray(part).astype(wide) for part in parts)
-            one = lambda w, a, b: merge(w, a, b, matrix, scale)  # noqa: E731
-            found = jax.jit(jax.vmap(one), out_shardings=sharding)(*parts)
+            merged = lambda w, a, b: merge(w, a, b, matrix, scale)  # noqa: E731
+            found = jax.jit(merged, out_shardings=sharding)(*parts)
         if sharding is None:
             host: NDArray[Any] = np.asarray(found)
             return host if dtype is None else host.astype(dtype)

@@ -151,10 +151,12 @@ class Attempt:
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
         vocab_size = config.model.vocab_size or run.info.vocab_size
         count = count_parameters(run.program, vocab_size)
+        trained = sum(leaf.size for leaf in jax.tree.leaves(run.program.abstract_saved.params))
         data = config.data
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
-            ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"),
+            ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"
+             + (f"; {trained:,} of adapters are trained" if config.lora.rank else "")),
             ("data", f"{run.info.source}, {run.data.num_samples:,} sequences"),
             ("devices", f"{devices.size} x {devices.flat[0].device_kind}, {mesh or 'no mesh'}"),
             ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
@@ -314,6 +316,7 @@ class Attempt:
             config.model,
             vocab_size=config.model.vocab_size or run.info.vocab_size,
             length=config.data.sequence_length,
+            frozen=config.lora.rank > 0,
         )
         devices = list(run.mesh.devices.flat)
         chaos, step_time = self.chaos, 0.0

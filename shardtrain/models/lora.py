@@ -16,7 +16,6 @@ from flax import nnx
 
 from shardtrain.errors import ConfigError
 from shardtrain.ops.dense import LowRank
-from shardtrain.sharding.frozen import joined
 
 PyTree = Any
 Create = Callable[[Any, nnx.Rngs], nnx.Module]
@@ -130,29 +129,14 @@ class Lora:
         return _kept(params, adapters=True), _kept(params, adapters=False)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """The frozen weights; the change is not in them (`merge` adds it)."""
+        """The frozen weights; the change is not in them (`merge` makes the sum)."""
         del params
-        return _mapped(frozen, lambda node: node[BASE])
+        return _plain(frozen)
 
     def begin(self, weights: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """First values of the adapters, and the weights."""
         wanted = {f"layers/{path}" for path in self.matrices}
         return params, _with_base(weights, wanted)
-
-    def merge(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """The weights of the model with the changes in them, as a plain model has them.
-
-        Args:
-            params: the adapters; those of layers [layers, ...].
-            frozen: all else, in the dtype of the result.
-        """
-
-        def merged(node: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-            matrix = self.matrices["/".join(path[1:])]
-            one = lambda w, a, b: merge(w, a, b, matrix, self.scale)  # noqa: E731
-            return jax.vmap(one)(node[BASE], node[DOWN], node[UP])
-
-        return _mapped_by_path(joined(params, frozen), merged, ())
 
 
 class Changed(nnx.Module):
@@ -192,21 +176,25 @@ class Changed(nnx.Module):
 def merge(
     weight: jax.Array, down: jax.Array, up: jax.Array, matrix: Matrix, scale: float
 ) -> jax.Array:
-    """One layer's weight with its change in it, `W + scale A B`, summed in 32 bits at least.
+    """All layers' weight with its change in it, `W + scale A B`, summed in 32 bits at least.
 
     Args:
-        weight: [*in, *out], or transposed.
-        down: [*in, rank].
-        up: [rank, *out].
+        weight: [layers, *in, *out], or transposed.
+        down: [layers, *in, rank].
+        up: [layers, rank, *out].
         matrix: how the weight is used.
         scale: of the change.
     """
     wide = jnp.promote_types(weight.dtype, jnp.float32)
-    change = jnp.tensordot(down.astype(wide), up.astype(wide), 1)  # [*in, *out]
-    if matrix.transposed:
-        order = (*range(matrix.contract, change.ndim), *range(matrix.contract))
-        change = change.transpose(order)
-    return (weight.astype(wide) + jnp.asarray(scale, wide) * change).astype(weight.dtype)
+
+    def one(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        change = jnp.tensordot(a.astype(wide), b.astype(wide), 1)  # [*in, *out]
+        if matrix.transposed:
+            change = change.transpose(*range(matrix.contract, change.ndim), *range(matrix.contract))
+        return (w.astype(wide) + jnp.asarray(scale, wide) * change).astype(w.dtype)
+
+    merged: jax.Array = jax.vmap(one)(weight, down, up)
+    return merged
 
 
 def choose_matrices(targets: str, matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
@@ -235,23 +223,11 @@ def choose_matrices(targets: str, matrices: Mapping[str, Matrix]) -> dict[str, M
 # -- trees of nested dicts
 
 
-def _is_changed(node: Any) -> bool:
-    return isinstance(node, Mapping) and BASE in node
-
-
-def _mapped(tree: PyTree, function: Callable[[Mapping[str, Any]], Any]) -> PyTree:
-    """A tree with every changed weight's node replaced."""
-    return _mapped_by_path(tree, lambda node, _path: function(node), ())
-
-
-def _mapped_by_path(
-    tree: PyTree, function: Callable[[Mapping[str, Any], tuple[str, ...]], Any], path: Any
-) -> PyTree:
-    if _is_changed(tree):
-        return function(tree, path)
+def _plain(tree: PyTree) -> PyTree:
+    """A tree with the base in place of every changed weight."""
     if not isinstance(tree, Mapping):
         return tree
-    return {name: _mapped_by_path(part, function, (*path, name)) for name, part in tree.items()}
+    return tree[BASE] if BASE in tree else {name: _plain(part) for name, part in tree.items()}
 
 
 def _kept(tree: PyTree, *, adapters: bool) -> PyTree:

@@ -74,6 +74,7 @@ def dense(
     bias: Float[Array, "..."] | None = None,
     transposed: bool = False,
     wide: bool = False,
+    frozen: bool = False,
 ) -> Float[Array, "batch length ..."]:
     """Multiplies activations by a weight: `y[b, t, *out] = x[b, t, *in] w[*in, *out] + bias[*out]`.
 
@@ -86,6 +87,7 @@ def dense(
         transposed: whether `w` is [*out, *in]. A weight with fewer outputs than inputs is best kept
             so: its gradient is 1.25 times as fast on CPU.
         wide: whether to return the sums as they are held, and not rounded to the dtype of `x`.
+        frozen: whether the weight has no gradient: then its product is not even written.
 
     Returns:
         [batch, length, *out] in the dtype of `x`, or of at least 32 bits with `wide`. Sums are held
@@ -96,8 +98,8 @@ def dense(
         (1, 2, 4)
     """
     if isinstance(w, LowRank):
-        base = jax.lax.stop_gradient(w.base)
-        y = dense(x, base, contract=contract, bias=bias, transposed=transposed, wide=wide)
+        product = partial(dense, contract=contract, transposed=transposed, wide=wide)
+        y = product(x, w.base, bias=bias, frozen=True)
         narrow = constrain(dense(x, w.down, contract=contract), "batch", "length", "rank")
         return y + dense(narrow * jnp.asarray(w.scale, x.dtype), w.up, wide=wide)
     first = w.ndim - contract if transposed else 0
@@ -119,7 +121,7 @@ def dense(
     bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     widen = how.canonical and x.dtype.itemsize == 2
-    y = _dense(Static(widen, len(inner), transposed, result), x, w, bias).reshape(shape)
+    y = _dense(Static(widen, len(inner), transposed, result, frozen), x, w, bias).reshape(shape)
     named: jax.Array = checkpoint_name(y, PRODUCT)
     return named
 
@@ -131,6 +133,7 @@ class Static(NamedTuple):
     contract: int
     transposed: bool
     result: Any
+    frozen: bool
 
     def inner(self, w: jax.Array) -> Dims:
         """Dims of the weight that the product sums over."""
@@ -162,7 +165,7 @@ def _forward(
 
 def _backward(
     static: Static, residuals: Residuals, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, bias = residuals
     lead = tuple(range(x.ndim - static.contract))
     last = tuple(range(len(lead), g.ndim))
@@ -170,6 +173,8 @@ def _backward(
     g = g.astype(x.dtype)
     wide = jnp.float32 if static.widen else None
     dx = _dot(g, w, last, static.outer(w), wide).astype(x.dtype)
+    if static.frozen:
+        return dx, None, sums
     left, right = (g, x) if static.transposed else (x, g)
     dw = _canonical_gradient(left, right) if static.widen else _dot(left, right, lead, lead, None)
     return dx, dw.astype(w.dtype), sums

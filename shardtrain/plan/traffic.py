@@ -161,7 +161,8 @@ Row = tuple[Kind, tuple[str, ...], float, float, bool]
 
 
 def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
-    policy, entries = workload.program.policy, workload.state(layout).entries
+    policy, state = workload.program.policy, workload.state(layout)
+    entries, weights = state.entries, state.weights
     summed = layout.microbatches > 1 or layout.pipeline > 1
     narrow = jnp.dtype(policy.compute).itemsize
     wide = jnp.dtype(policy.gradient_dtype(summed=summed)).itemsize
@@ -191,9 +192,9 @@ def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
     if layout.zero < 3:
         yield "all-gather", shards, narrow * entries.used, 1, False
         return
-    yield "all-gather", shards, narrow * entries.layers, 2 * times, True
+    yield "all-gather", shards, narrow * weights.layers, 2 * times, True
     # XLA gathers the ends once for all microbatches, a pipeline for each that uses them.
-    yield "all-gather", shards, narrow * entries.ends, times if layout.pipeline > 1 else 1, True
+    yield "all-gather", shards, narrow * weights.ends, times if layout.pipeline > 1 else 1, True
 
 
 def _split(layout: Layout, row: Row) -> bool:

@@ -129,6 +129,8 @@ class Program:
 
     @staticmethod
     def _stacked_params(names: PyTree) -> PyTree:
+        if names == ():  # no parameters, and not one without dims
+            return ()
         return jax.tree.map(is_stacked, names, is_leaf=lambda node: isinstance(node, tuple))
 
     @cached_property
