@@ -12,13 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardtrain.config import RunConfig, resolve_mesh
+from shardtrain.config import RunConfig, known_vocab, resolve_mesh
 from shardtrain.data.language import LanguageData
 from shardtrain.data.loader import batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
+from shardtrain.run_weights import require_tokenizer
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
@@ -83,16 +84,8 @@ class Run:
         validation = self.validation
         if validation is None or self.config.eval.steps == 0:
             return {}
-        sums, weights = 0.0, 0.0
-        headline = self.program.task.headline
-        for index in range(validation.evaluation_batches(self.config.eval.steps)):
-            batch = evaluation_on_device(
-                validation, index, self.program.layout.microbatches, self.place
-            )
-            part, weight = self.program.evaluate(state.weights, batch)
-            sums += float(part[headline])
-            weights += float(weight[headline])
-        return {"val_loss": sums / max(weights, 1.0)}
+        total, weight = evaluate_on(self.program, validation, state, self.config.eval.steps)
+        return {"val_loss": total / max(weight, 1.0)}
 
     @cached_property
     def _generator(self) -> Generator:
@@ -111,6 +104,33 @@ class Run:
         return self._generator.text(
             state.weights, prompt, tokens=tokens, temperature=temperature, seed=seed
         )
+
+
+def evaluate_on(
+    program: Program, data: LanguageData, state: TrainState, limit: int = 0
+) -> tuple[float, float]:
+    """The loss over data, each sample once.
+
+    Args:
+        program: the run's functions.
+        data: what to predict.
+        state: with the parameters; its `opt_state` may be empty.
+        limit: at most so many batches; 0 = all.
+
+    Returns:
+        The sum of the headline term over all targets, in nats, and the number of targets.
+    """
+
+    def place(_name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return program.batch_sharding(len(shape))
+
+    total, weight, headline = 0.0, 0.0, program.task.headline
+    for index in range(data.evaluation_batches(limit)):
+        batch = evaluation_on_device(data, index, program.layout.microbatches, place)
+        sums, weights = program.evaluate(state.weights, batch)
+        total += float(sums[headline])
+        weight += float(weights[headline])
+    return total, weight
 
 
 def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:
@@ -136,6 +156,8 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     resolve_mesh(config, len(devices))
     if "host" in (config.offload.optimizer, config.offload.master):
         require_host_memory(devices)
+    if known_vocab(config) is not None:
+        require_tokenizer(config)
     data, validation, info = open_data(config.data, seed=config.run.seed, say=_say)
     if config.model.vocab_size:
         require_vocabulary(config.model.vocab_size, info)

@@ -4,6 +4,7 @@ Owns: which arrays of a checkpoint they are, and the merging of a LoRA run's cha
 not own: checkpoints, and what is done with the weights.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +15,17 @@ from numpy.typing import NDArray
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.checkpoint.folder import StepRecord
-from shardtrain.config import RunConfig, with_defaults
+from shardtrain.config import TOKENIZERS, RunConfig, with_defaults
 from shardtrain.config_init import Origin, find_origin
-from shardtrain.errors import CheckpointError
+from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.interop.family import Family
-from shardtrain.interop.hf_config import CONFIG_FILE, family_of
+from shardtrain.interop.hf_config import (
+    BESIDE,
+    CONFIG_FILE,
+    KEPT_CONFIG,
+    TOKENIZER_FILE,
+    family_of,
+)
 from shardtrain.interop.hf_files import WeightFiles
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.tensors import Parameter
@@ -154,6 +161,45 @@ def _step_of(origin: Origin, checkpoints: Checkpointer) -> int:
             cure="train it first",
         )
     return step
+
+
+def require_tokenizer(config: RunConfig) -> None:
+    """Refuses to read text as bytes for imported weights that were never trained on bytes.
+
+    Args:
+        config: of a run that is about to read text.
+
+    Raises:
+        ConfigError: the weights came without their tokenizer.
+    """
+    name, vocab = config.data.tokenizer, config.model.vocab_size
+    if name != "bytes" or vocab in (0, TOKENIZERS["bytes"]):
+        return
+    folders = [Path(config.run.dir)]
+    folders += [find_origin(config.run.init).folder] if config.run.init else []
+    if any((folder / KEPT_CONFIG).is_file() or _is_foreign(folder) for folder in folders):
+        raise ConfigError(
+            f"these weights, of {vocab} tokens, came without their {TOKENIZER_FILE}: text cannot "
+            "be read",
+            where="data.tokenizer",
+            value=name,
+            cure=f"give it, --data.tokenizer PATH/{TOKENIZER_FILE}; or use data that is tokens "
+            "already",
+        )
+
+
+def _is_foreign(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+def copy_beside(name: str, target: Path) -> None:
+    """Copies what lies beside the weights of `run.init`, so that an export has it too."""
+    folder = find_origin(name).folder
+    for beside in (*BESIDE, KEPT_CONFIG):
+        if (folder / beside).is_file() and not (target / beside).exists():
+            shutil.copyfile(folder / beside, target / beside)
+    if _is_foreign(folder) and not (target / KEPT_CONFIG).exists():
+        shutil.copyfile(folder / CONFIG_FILE, target / KEPT_CONFIG)
 
 
 # -- folders of Hugging Face

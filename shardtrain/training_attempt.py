@@ -41,7 +41,7 @@ from shardtrain.run_state import (
     restore_state,
     save_base,
 )
-from shardtrain.run_weights import weights_of
+from shardtrain.run_weights import copy_beside, weights_of
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -183,6 +183,8 @@ class Attempt:
         for path in self.checkpoints.clean():
             self.screen.say(f"deleted what an interrupted save has left: {path}")
         self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
+        if resume is None and self.run.config.run.init:
+            copy_beside(self.run.config.run.init, self.directory.path)
         self.directory.write_resolved(to_toml(self.run.config))
 
     # -- from the first update to the last
