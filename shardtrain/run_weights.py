@@ -32,6 +32,7 @@ from shardtrain.interop.tensors import Parameter
 from shardtrain.interop.weights import Mapped, map_files, parameters
 from shardtrain.models.config import LoraConfig
 from shardtrain.models.lora import BASE, DOWN, UP, Lora, merge
+from shardtrain.ops.sums import sum_dtype
 from shardtrain.run_program import make_training
 from shardtrain.run_state import base_of, check_base
 from shardtrain.sharding.placement import path_name
@@ -84,7 +85,7 @@ class SavedWeights:
                 self._frozen(f"{path}/{BASE}", sharding),
                 *(self._leaf(f"{path}/{name}", None) for name in (DOWN, UP)),
             )
-            wide = dtype or jnp.promote_types(parts[0].dtype, jnp.float32)
+            wide = dtype or sum_dtype(parts[0].dtype)
             parts = tuple(jnp.asarray(part).astype(wide) for part in parts)
             merged = lambda w, a, b: merge(w, a, b, matrix, scale)  # noqa: E731
             found = jax.jit(merged, out_shardings=sharding)(*parts)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from shardtrain.errors import ConfigError
 from shardtrain.ops.dense import LowRank
+from shardtrain.ops.sums import sum_dtype
 
 PyTree = Any
 Create = Callable[[Any, nnx.Rngs], nnx.Module]
@@ -185,7 +186,7 @@ def merge(
         matrix: how the weight is used.
         scale: of the change.
     """
-    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    wide = sum_dtype(weight.dtype)
 
     def one(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         change = jnp.tensordot(a.astype(wide), b.astype(wide), 1)  # [*in, *out]
