@@ -105,6 +105,12 @@ def parse(
             put(raw, flag, words[0])
             places.pop(flag, None)
     raw = inherit(raw)
+    if "model" not in raw and not any(flag.startswith("model.") for flag in dotted):
+        raise ConfigError(
+            "the model is missing",
+            where=name or "",
+            cure="write [model], or begin with weights that have one: --run.init RUN",
+        )
     raise_all(section_faults(raw, section_classes(raw), places, complete=False))
     parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")])]
     parts += [(key, _flags(part, raw.get(key, {}))) for key, part in section_classes(raw).items()]

@@ -21,7 +21,7 @@ from shardtrain.errors import CheckpointError, ConfigError, DataError
 from shardtrain.run import build, evaluate_on, make_generator
 from shardtrain.run_program import make_program
 from shardtrain.run_state import restore_state
-from shardtrain.run_weights import require_tokenizer
+from shardtrain.run_weights import lacks_tokenizer, require_tokenizer
 from shardtrain.train.build import Program
 from shardtrain.train.metrics import plain
 from shardtrain.train.rundir import checkpoints_in
@@ -109,9 +109,9 @@ def eval_file_command(config: RunConfig, trained: RunConfig, *, json: bool) -> i
     resolve_mesh(config, jax.device_count())
     if config.data.tokenizer != trained.data.tokenizer:
         trained = config
-    tokenizer = _known_tokenizer(trained)
-    if tokenizer is not None and known_vocab(config) is not None:
+    if known_vocab(config) is not None:
         require_tokenizer(config)
+    tokenizer = None if lacks_tokenizer(config) else _known_tokenizer(trained)
     data, file = open_whole(config.data, tokenizer, say=_say)
     vocab_size = config.model.vocab_size or _vocab_size(trained, tokenizer)
     if file.header.vocab_size > vocab_size:
@@ -167,10 +167,10 @@ def _vocab_size(trained: RunConfig, tokenizer: Tokenizer | None) -> int:
 def _text_bytes(file: TokenFile, tokenizer: Tokenizer | None) -> int | None:
     """Bytes of the text that a token file was made of; None = nobody knows."""
     header = file.header
-    if header.tokenizer == "bytes":
-        return header.tokens
     if header.text_bytes or tokenizer is None:
         return header.text_bytes or None
+    if tokenizer.name == "bytes":
+        return header.tokens
     pairs = pairwise(file.offsets.tolist())
     return sum(len(tokenizer.decode(file.tokens[a:b]).encode()) for a, b in pairs)
 

@@ -164,8 +164,23 @@ def _step_of(origin: Origin, checkpoints: Checkpointer) -> int:
     return step
 
 
+def lacks_tokenizer(config: RunConfig) -> bool:
+    """Whether a run has imported weights that were never trained on bytes, and only bytes to read.
+
+    Args:
+        config: of the run.
+    """
+    name, vocab = config.data.tokenizer, config.model.vocab_size
+    if name != "bytes" or vocab in (0, TOKENIZERS["bytes"]):
+        return False
+    run, init = Path(config.run.dir), Path(config.run.init or config.run.dir)
+    if init.name.isdecimal():
+        init = init.parent.parent
+    return any((f / KEPT_CONFIG).is_file() or _is_foreign(f) for f in (run, init))
+
+
 def require_tokenizer(config: RunConfig) -> None:
-    """Refuses to read text as bytes for imported weights that were never trained on bytes.
+    """Refuses to read text where `lacks_tokenizer`.
 
     Args:
         config: of a run that is about to read text.
@@ -173,17 +188,12 @@ def require_tokenizer(config: RunConfig) -> None:
     Raises:
         ConfigError: the weights came without their tokenizer.
     """
-    name, vocab = config.data.tokenizer, config.model.vocab_size
-    if name != "bytes" or vocab in (0, TOKENIZERS["bytes"]):
-        return
-    folders = [Path(config.run.dir)]
-    folders += [find_origin(config.run.init).folder] if config.run.init else []
-    if any((folder / KEPT_CONFIG).is_file() or _is_foreign(folder) for folder in folders):
+    if lacks_tokenizer(config):
         raise ConfigError(
-            f"these weights, of {vocab} tokens, came without their {TOKENIZER_FILE}: text cannot "
-            "be read",
+            f"these weights, of {config.model.vocab_size} tokens, came without their "
+            f"{TOKENIZER_FILE}: text cannot be read",
             where="data.tokenizer",
-            value=name,
+            value=config.data.tokenizer,
             cure=f"give it, --data.tokenizer PATH/{TOKENIZER_FILE}; or use data that is tokens "
             "already",
         )
