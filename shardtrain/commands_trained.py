@@ -167,6 +167,8 @@ def _vocab_size(trained: RunConfig, tokenizer: Tokenizer | None) -> int:
 def _text_bytes(file: TokenFile, tokenizer: Tokenizer | None) -> int | None:
     """Bytes of the text that a token file was made of; None = nobody knows."""
     header = file.header
+    if header.masked:  # not all of it is predicted
+        return None
     if header.text_bytes or tokenizer is None:
         return header.text_bytes or None
     if tokenizer.name == "bytes":

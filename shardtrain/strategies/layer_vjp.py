@@ -63,6 +63,11 @@ class LayerVjp:
             if self.split:
                 self._cut()
 
+    @property
+    def weights(self) -> Weights:
+        """Shapes of all of the layer's parameters."""
+        return self.trained, self.frozen
+
     # -- the functions
 
     def forward(
@@ -107,8 +112,7 @@ class LayerVjp:
 
     def _find_kept(self) -> None:
         """Sorts what the backward function holds: what is there again, and what must be kept."""
-        weights = (self.trained, self.frozen)
-        known = (weights, self.index, self.context)
+        known = (self.weights, self.index, self.context)
 
         def pull(known: PyTree, x: jax.Array) -> tuple[jax.Array, Arrays]:
             (trained, frozen), index, context = known
@@ -122,7 +126,7 @@ class LayerVjp:
 
         closed = traced.inline(jax.make_jaxpr(pull)(known, self.x))
         y, *leaves = closed.jaxpr.outvars
-        num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, weights))
+        num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
         inputs = closed.jaxpr.invars
         changing = traced.needing(closed, range(num_weights, len(inputs)))
         sources = traced.sources(closed, (v for v in leaves if traced.is_one_of(v, changing)))
@@ -141,7 +145,7 @@ class LayerVjp:
 
     def _cut(self) -> None:
         """Cuts the backward: what the input's gradient needs, and products that can wait."""
-        known = jax.tree.leaves((self.trained, self.frozen, self.index, self.context))
+        known = jax.tree.leaves((self.weights, self.index, self.context))
         num_known, num_kept = len(known), len(self.kept)
 
         def backward(*args: jax.Array) -> tuple[jax.Array, ...]:
