@@ -306,6 +306,14 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 cure='train.remat="budget" and, say, train.memory_budget="70GiB"; or neither',
             )
         )
+    if train.audit and config.lora.rank:
+        faults.append(
+            ConfigError(
+                f"lora.rank={config.lora.rank}: promises are those of training all weights",
+                where="train.audit=True",
+                cure="leave it out",
+            )
+        )
     if model.attention == "cudnn" and precision not in ("bfloat16", "float16"):
         faults.append(
             ConfigError(

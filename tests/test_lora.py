@@ -156,6 +156,8 @@ def test_plan_and_report_count_frozen_bytes_and_no_moments(zero: int) -> None:
 def test_unknown_targets_are_refused_and_idle_keys_are_said() -> None:
     with pytest.raises(ConfigError, match=r"lora\.targets: there is no such weight"):
         program_of(**{"lora.rank": 2, "lora.targets": "qkv,head"})
+    with pytest.raises(ConfigError, match="promises are those of training all weights"):
+        program_of(**{"lora.rank": 2, "train.audit": True})
     _, config = program_of(**{"lora.targets": "qkv"})
     assert any("lora.targets=qkv has no effect" in line for line in ineffective_settings(config))
     assert Lora(4, 16.0, {}).scale == 4.0
