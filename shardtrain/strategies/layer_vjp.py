@@ -31,7 +31,7 @@ class LayerVjp:
     """A layer cut into forward, backward and, if asked for, the gradient of its matrices."""
 
     layer: Layer
-    trained: PyTree
+    weights: PyTree
     """Shapes of one layer's parameters that have a gradient."""
     index: Any
     """Shape of its index."""
@@ -51,22 +51,17 @@ class LayerVjp:
     pending: list[Any] = field(init=False, default_factory=list)
     """Shapes of what a backward leaves for `late_gradients`."""
     early: list[int] = field(init=False)
-    """Leaves of `trained` whose gradients the backward makes."""
+    """Leaves of `weights` whose gradients the backward makes."""
     late: list[int] = field(init=False, default_factory=list)
     """Those of `late_gradients`."""
 
     def __post_init__(self) -> None:
         """Traces the layer once, for shapes."""
-        self.early = list(range(len(jax.tree.leaves(self.trained))))
+        self.early = list(range(len(jax.tree.leaves(self.weights))))
         if self.trains:
             self._find_kept()
             if self.split:
                 self._cut()
-
-    @property
-    def weights(self) -> Weights:
-        """Shapes of all of the layer's parameters."""
-        return self.trained, self.frozen
 
     # -- the functions
 
@@ -110,9 +105,14 @@ class LayerVjp:
 
     # -- tracing
 
+    @property
+    def _known_weights(self) -> Weights:
+        """Shapes of all of the layer's parameters."""
+        return self.weights, self.frozen
+
     def _find_kept(self) -> None:
         """Sorts what the backward function holds: what is there again, and what must be kept."""
-        known = (self.weights, self.index, self.context)
+        known = (self._known_weights, self.index, self.context)
 
         def pull(known: PyTree, x: jax.Array) -> tuple[jax.Array, Arrays]:
             (trained, frozen), index, context = known
@@ -126,7 +126,9 @@ class LayerVjp:
 
         closed = traced.inline(jax.make_jaxpr(pull)(known, self.x))
         y, *leaves = closed.jaxpr.outvars
-        num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
+        num_known, num_weights = (
+            len(jax.tree.leaves(tree)) for tree in (known, self._known_weights)
+        )
         inputs = closed.jaxpr.invars
         changing = traced.needing(closed, range(num_weights, len(inputs)))
         sources = traced.sources(closed, (v for v in leaves if traced.is_one_of(v, changing)))
@@ -145,7 +147,7 @@ class LayerVjp:
 
     def _cut(self) -> None:
         """Cuts the backward: what the input's gradient needs, and products that can wait."""
-        known = jax.tree.leaves((self.weights, self.index, self.context))
+        known = jax.tree.leaves((self._known_weights, self.index, self.context))
         num_known, num_kept = len(known), len(self.kept)
 
         def backward(*args: jax.Array) -> tuple[jax.Array, ...]:
