@@ -34,7 +34,7 @@ from shardtrain.models.config import LoraConfig
 from shardtrain.models.lora import BASE, DOWN, UP, Lora, merge
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.run_program import make_training
-from shardtrain.run_state import base_of, check_base
+from shardtrain.run_state import base_of, check_base, is_imported
 from shardtrain.sharding.placement import path_name
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import checkpoints_in
@@ -58,11 +58,12 @@ class SavedWeights:
         """
         self._checkpoints, self._step = checkpoints, step
         self._record = checkpoints.record(step)
-        config = with_defaults(checkpoints.metadata(step)["config"])
-        training = make_training(LoraConfig(**config["lora"]))
-        self._lora = training if isinstance(training, Lora) else None
-        if self._lora:
+        metadata = checkpoints.metadata(step)
+        training = make_training(LoraConfig(**with_defaults(metadata["config"])["lora"]))
+        self._lora: Lora | None = None
+        if isinstance(training, Lora) and not is_imported(metadata):
             check_base(checkpoints, step)
+            self._lora = training
             self._base = base_of(checkpoints)
             self._base_record = self._base.record(0)
 

@@ -161,3 +161,29 @@ def test_unknown_targets_are_refused_and_idle_keys_are_said() -> None:
     _, config = program_of(**{"lora.targets": "qkv"})
     assert any("lora.targets=qkv has no effect" in line for line in ineffective_settings(config))
     assert Lora(4, 16.0, {}).scale == 4.0
+
+
+def test_moments_of_adapters_rest_on_the_host() -> None:
+    """The update streams adapters layer by layer; frozen weights stay on the devices."""
+    keys = {"lora.rank": 4, "lora.targets": ALL, "mesh.data": 2, "sharding.zero": 2}
+    keys |= {"train.precision": "bfloat16"}
+    plain, config = program_of(**keys)
+    host = {"offload.optimizer": "host", "offload.master": "host"}
+    offloaded, _ = program_of(**keys, **host)
+    batch, states = batch_of(plain, config), []
+    for program in (plain, offloaded):
+        state = program.init()
+        for _ in range(2):
+            state, _ = program.step(state, batch)
+        states.append(state)
+    kinds = [
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[1].opt_state) if leaf.ndim
+    ]
+    assert set(kinds) == {"pinned_host"}
+    assert all(
+        leaf.sharding.memory_kind != "pinned_host" for leaf in jax.tree.leaves(states[1].frozen)
+    )
+    for ours, theirs in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=2e-3
+        )

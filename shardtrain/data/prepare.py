@@ -96,6 +96,8 @@ def prepare(
     make_folder(out, where="out", cure="choose a folder that you can write to")
     if column:  # whatever else a record has
         files = [replace(f, kind="jsonl") if f.kind == "examples" else f for f in files]
+    if (bad_records == "skip" or max_tokens) and not _are_examples(files):
+        say("bad_records and max_tokens have no effect: there are no prompts and completions")
     split = Split(loaded, validation_fraction, seed, column, bad_records, max_tokens)
     return prepare_files(files, out, split, reuse=False, progress=progress, say=say)
 

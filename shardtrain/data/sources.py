@@ -107,6 +107,8 @@ def open_data(
     else:
         source = "the source text of Python's standard library"
         prepared = _from_cache(standard_library(), config, source, say, progress)
+    if config.bad_records == "skip" and not prepared.train.header.masked:
+        say("data.bad_records has no effect: this data has no prompts and completions")
     info = DataInfo(source, prepared.train, prepared.validation)
     train = _samples(config, prepared.train, seed, say)
     require_batch(train, str(config.path or prepared.train.path))
