@@ -15,6 +15,7 @@ from typing import Any, Final
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.errors import CheckpointError
 from shardtrain.train.build import Program
+from shardtrain.train.rundir import BASE
 from shardtrain.train.state import TrainState
 
 WEIGHTS: Final = "weights"
@@ -22,10 +23,6 @@ WEIGHTS: Final = "weights"
 
 It has them in the master dtype, so that precision, optimizer, data and steps are still open.
 """
-
-
-BASE: Final = "base"
-"""The metadata of a step whose frozen weights lie beside the steps: their digest."""
 
 
 def is_imported(metadata: Mapping[str, Any]) -> bool:

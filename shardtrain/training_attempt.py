@@ -33,7 +33,6 @@ from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.run_program import count_parameters
 from shardtrain.run_state import (
-    BASE,
     base_digest,
     base_of,
     chosen_by_weights,
@@ -58,7 +57,7 @@ from shardtrain.train.machine import CacheUse, warnings
 from shardtrain.train.metrics import plain
 from shardtrain.train.pace import Pace, Targets
 from shardtrain.train.phases import Phases
-from shardtrain.train.rundir import Change, RunDirectory, changes, check_changes
+from shardtrain.train.rundir import BASE, Change, RunDirectory, changes, check_changes
 from shardtrain.train.screen import Screen, human_bytes, make_console
 from shardtrain.train.state import TrainState
 from shardtrain.train.watchdog import Limits

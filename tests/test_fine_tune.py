@@ -183,6 +183,21 @@ def test_other_frozen_weights_are_refused(folder: Path, tuned: Path) -> None:
         restore_newest(config, program)
 
 
+def test_damage_of_frozen_weights_is_found(
+    folder: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = folder / "damaged"
+    shutil.copytree(tuned, copy)
+    assert cli.main(["checkpoints", str(copy), "verify", "4"]) == 0
+    assert "base: every file and array is as it was saved" in capsys.readouterr().out
+    largest = max((copy / "base").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert cli.main(["checkpoints", str(copy), "verify", "4", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["base"]
+
+
 def test_weights_of_another_model_are_refused(folder: Path, base: Path) -> None:
     sections = tune(folder, "x", base) | {"model": {"num_layers": 3}}
     with pytest.raises(ConfigError, match=r"model\.num_layers=3|of another model"):
