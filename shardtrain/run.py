@@ -19,7 +19,7 @@ from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
-from shardtrain.run_weights import require_tokenizer
+from shardtrain.run_weights import require_tokenizer, weights_of
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
@@ -63,8 +63,11 @@ class Run:
         return make_report(self.program)
 
     def init(self) -> TrainState:
-        """The state before the first update."""
-        return self.program.init()
+        """The state before the first update: drawn, or of the weights that `run.init` names."""
+        name = self.config.run.init
+        if not name:
+            return self.program.init()
+        return self.program.init_from(weights_of(name, self.config, self.program))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; the old state's memory is given up."""

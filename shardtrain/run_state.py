@@ -71,19 +71,20 @@ def check_base(checkpoints: Checkpointer, step: int) -> None:
         )
 
 
-def save_base(checkpoints: Checkpointer, state: TrainState) -> None:
+def save_base(checkpoints: Checkpointer, state: TrainState, program: Program) -> None:
     """Saves the frozen weights of a run that begins, if it has any, and waits until they are there.
 
     Args:
         checkpoints: of the run.
-        state: in model order.
+        state: of the run.
+        program: its functions.
 
     Raises:
         CheckpointError: they cannot be written.
     """
     base = base_of(checkpoints)
     if state.frozen != () and not base.steps():
-        base.save(0, {"frozen": state.frozen}, {})
+        base.save(0, {"frozen": program.to_saved(state).frozen}, {})
         base.wait()
 
 

@@ -40,7 +40,7 @@ from shardtrain.run_state import (
     restore_state,
     save_base,
 )
-from shardtrain.run_weights import copy_beside, weights_of
+from shardtrain.run_weights import copy_beside
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -288,18 +288,14 @@ class Attempt:
         return state
 
     def _first_state(self) -> TrainState:
-        """The state before the first update: drawn, or of the weights that `run.init` names."""
-        program, init = self.run.program, self.run.config.run.init
-        if init:
-            state = program.init_from(weights_of(init, self.run.config, program))
-        else:
-            state = self.run.init()
-        save_base(self.checkpoints, program.to_saved(state))
+        """The state before the first update, its frozen weights saved."""
+        state = self.run.init()
+        save_base(self.checkpoints, state, self.run.program)
         return state
 
     def _restore(self, step: int) -> TrainState:
         state = restore_state(self.checkpoints, step, self.run.program)
-        save_base(self.checkpoints, self.run.program.to_saved(state))  # of imported weights
+        save_base(self.checkpoints, state, self.run.program)  # of imported weights
         return state
 
     def _loop(

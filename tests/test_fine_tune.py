@@ -13,7 +13,7 @@ from shardtrain.commands_trained import restore_newest
 from shardtrain.config import load_config
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.errors import CheckpointError, ConfigError
-from shardtrain.run import make_generator
+from shardtrain.run import build, make_generator
 from shardtrain.run_program import make_program
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.training import train_command
@@ -141,10 +141,7 @@ def test_a_lora_run_can_be_begun_with_and_is_merged(folder: Path, tuned: Path) -
     sections = tune(folder, "further", tuned / "checkpoints" / "4", lora__rank=0, run__steps=0)
     sections["checkpoint"] = {}
     config = load_config(sections)
-    from shardtrain.run_weights import weights_of
-
-    program = make_program(config, vocab_size=256)
-    state = program.init_from(weights_of(config.run.init, config, program))
+    state = build(config).init()
     kept, found = params_of(tuned), dict(leaves_by_path(state.params))
     for path, value in found.items():
         if path in kept:
