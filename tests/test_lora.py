@@ -12,6 +12,8 @@ from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import ConfigError
 from shardtrain.models.lora import Lora, Matrix, merge
 from shardtrain.ops.dense import LowRank, dense
+from shardtrain.plan.collectives import collectives
+from shardtrain.plan.hlo import parse_hlo
 from shardtrain.plan.memory import memory
 from shardtrain.run_program import abstract_batch, count_parameters, make_program, make_report
 from shardtrain.run_workload import layout_of, make_workload
@@ -136,6 +138,17 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
         step = program.compile_step(abstract_batch(config, program))
         figures[rank] = step.cost_analysis()["flops"]
     assert 0.6 < figures[2] / figures[0] < 0.75
+
+
+def test_nothing_of_a_weights_size_is_reduced_over_data() -> None:
+    program, config = program_of(
+        **{"lora.rank": 2, "lora.targets": ALL, "mesh.data": 4, "model.layer_loop": "scan"}
+    )
+    text = program.compile_step(abstract_batch(config, program)).as_text()
+    degrees = dict.fromkeys(("pipeline", "replica", "context", "tensor"), 1) | {"data": 4}
+    sent = [a.size for c in collectives(parse_hlo(text), degrees) for a in c.arrays]
+    adapters = max(leaf.size for leaf in jax.tree.leaves(program.shapes.params))
+    assert 1 < max(sent) <= adapters < 32 * 32
 
 
 @pytest.mark.parametrize("zero", [0, 3])
