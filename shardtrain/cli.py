@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -31,7 +31,7 @@ from shardtrain.cli_interop import (
 from shardtrain.cli_launch import SHORT, LaunchFlags, launch_command
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
-from shardtrain.config import RunConfig, load_config, to_template, to_toml
+from shardtrain.config import LanguageRunConfig, RunConfig, load_config, to_template, to_toml
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import (
     EXIT_FAULT_OF_OURS,
@@ -96,6 +96,10 @@ class Prepare:
     """Field or column that holds the text. "" = the one that is there."""
     megatron: bool = False
     """Write each file for Megatron-LM too, as .bin and .idx beside it."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """A record of prompt and completion that lacks one, or is too long: stop, or skip and count."""
+    max_tokens: int = 0
+    """Tokens of such a record; one with more is bad. 0 = any."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Print the validation loss of a run's newest checkpoint."""
+    """Print the validation loss of a run's newest checkpoint; with --data.path, that of a file."""
 
     run: RunSource
     """A run folder, or the config of one."""
@@ -213,6 +217,8 @@ def _prepare(options: Prepare) -> int:
         options.seed,
         options.column,
         megatron=options.megatron,
+        bad_records=options.bad_records,
+        max_tokens=options.max_tokens,
     )
     return 0
 
@@ -231,10 +237,14 @@ def _generate(options: Generate, config: RunConfig) -> int:
     )
 
 
-def _evaluate(options: Evaluate, config: RunConfig) -> int:
+def _evaluate(options: Evaluate, config: RunConfig, words: list[str]) -> int:
     _devices(config)
-    from shardtrain.commands_trained import eval_command
+    from shardtrain.commands_trained import eval_command, eval_file_command
 
+    trained = load_config(options.run)
+    has_file = any(word.partition("=")[0] == "--data.path" for word in words)
+    if has_file and isinstance(config, LanguageRunConfig) and isinstance(trained, type(config)):
+        return eval_file_command(config, trained, json=options.json)
     return eval_command(config, json=options.json)
 
 
@@ -302,7 +312,7 @@ COMMANDS = {
     "verify": Command(Verify, "config", _verify),
     "prepare": Command(Prepare, "", _prepare),
     "generate": Command(Generate, "run", _generate),
-    "eval": Command(Evaluate, "run", _evaluate),
+    "eval": Command(Evaluate, "run", _evaluate, passes_on=True),
     "report": Command(Report, "run", _report),
     "config": Command(Show, "config", _show),
     "bench": Command(Bench, "config", _bench),

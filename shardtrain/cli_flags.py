@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from shardtrain.config import SECTIONS, TYPES, section_classes
 from shardtrain.config_files import put, read_source
+from shardtrain.config_init import inherit
 from shardtrain.config_keys import section_faults, unknown_key
 from shardtrain.errors import ConfigError, raise_all
 
@@ -99,9 +100,16 @@ def parse(
         name = None
     raw, places, _ = read_source(sections(name) if sections and name else name)
     for flag, words in dotted.items():
-        if flag in ("model.type", "task.type", "data.type") and words:
+        if flag in ("model.type", "task.type", "data.type", "run.init") and words:
             put(raw, flag, words[0])
             places.pop(flag, None)
+    raw = inherit(raw)
+    if "model" not in raw and not any(flag.startswith("model.") for flag in dotted):
+        raise ConfigError(
+            "the model is missing",
+            where=name or "",
+            cure="write [model], or begin with weights that have one: --run.init RUN",
+        )
     classes = section_classes(raw)
     raise_all([fault for flag in dotted if (fault := _unknown(flag, classes)) is not None])
     raise_all(section_faults(raw, classes, places, complete=False))

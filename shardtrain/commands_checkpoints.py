@@ -23,7 +23,7 @@ from shardtrain.checkpoint.folder import StepRecord
 from shardtrain.checkpoint.retention import Retention, Step
 from shardtrain.errors import EXIT_FAILED, CheckpointError, ConfigError
 from shardtrain.train.metrics import plain
-from shardtrain.train.rundir import RESOLVED, RunDirectory, changes, checkpoints_in
+from shardtrain.train.rundir import BASE, RESOLVED, RunDirectory, changes, checkpoints_in
 from shardtrain.train.screen import human_bytes
 
 _SHOWN = 20
@@ -93,9 +93,11 @@ def verify(run: str, what: Sequence[str], *, json: bool) -> int:
             unknown.append(number)
         path = directory / str(number)
         told[number] = folder.faults(path, record) or _leaf_faults(path, record)
-    bad = {number: lines for number, lines in told.items() if lines}
+    base = _base_faults(directory.parent / BASE)
+    bad = [lines for lines in (*told.values(), *base.values()) if lines]
     if json:
-        print(json_.dumps({"steps": told, "cannot_be_verified": unknown, "good": not bad}))
+        found = {"steps": told, "cannot_be_verified": unknown, **base, "good": not bad}
+        print(json_.dumps(found))
         return EXIT_FAILED if bad else 0
     console = _console()
     for number, lines in told.items():
@@ -105,7 +107,22 @@ def verify(run: str, what: Sequence[str], *, json: bool) -> int:
             console.print(f"step {number}: every file and array is as it was saved")
         for line in lines[:_SHOWN]:
             console.print(f"step {number}: {line}")
+    for name, lines in base.items():
+        for line in lines[:_SHOWN] or ["every file and array is as it was saved"]:
+            console.print(f"{name}: {line}")
     return EXIT_FAILED if bad else 0
+
+
+def _base_faults(directory: Path) -> dict[str, list[str]]:
+    """What is wrong with the frozen weights of a LoRA run; nothing where there are none."""
+    if not folder.complete_steps(directory):
+        return {}
+    try:
+        record = folder.read_record(directory, 0)
+    except CheckpointError as error:
+        return {BASE: [f"{folder.RECORD}: {error.value or error.message}"]}
+    path = directory / "0"
+    return {BASE: folder.faults(path, record) or _leaf_faults(path, record)}
 
 
 def diff(run: str, what: Sequence[str], *, json: bool) -> int:

@@ -44,6 +44,13 @@ def import_config(path: str, *, out: str, devices: int) -> int:
         try:
             with Path(out).open("x", encoding="utf-8") as file:
                 file.write(text)
+        except FileExistsError:
+            raise ConfigError(
+                "is there already",
+                where="--out",
+                value=out,
+                cure="name another file, or move it away",
+            ) from None
         except OSError as error:
             raise ConfigError("cannot be written", where=out, value=str(error)) from None
         print(f"{len(mapped.left)} keys have no counterpart; {out} lists them", file=sys.stderr)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh
-from numpy.typing import NDArray
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import (
@@ -34,17 +32,16 @@ from shardtrain.interop.hf_config import (
     KEPT_CONFIG,
     TOKENIZER_FILE,
     choose_family,
-    family_of,
     kept_keys,
     training_notes,
     write_config,
 )
-from shardtrain.interop.hf_files import DTYPES, WeightFiles, write_files
+from shardtrain.interop.hf_files import DTYPES, write_files
 from shardtrain.interop.hf_keys import Keys
-from shardtrain.interop.tensors import Parameter
-from shardtrain.interop.weights import exported, exported_shapes, map_files, parameters
+from shardtrain.interop.weights import exported, exported_shapes
 from shardtrain.run_program import count_parameters, make_program
 from shardtrain.run_state import WEIGHTS
+from shardtrain.run_weights import SavedWeights, map_folder, own_parameters
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import RunDirectory, checkpoints_in
@@ -65,10 +62,8 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
     source, target = Path(folder), Path(out)
     config = _in_folder(only_language(config, "an import"), source, target)
     resolve_mesh(config, jax.device_count())
-    family = family_of(Keys.read(source / CONFIG_FILE))
     program = make_program(config, vocab_size=config.model.vocab_size)
-    own = _parameters(config, program)
-    mapped = map_files(family, WeightFiles(source), own)
+    family, mapped = map_folder(source, config, program)
     with RunDirectory(target) as directory:
         with Checkpointer(directory.checkpoints, config.checkpoint.keep) as checkpoints:
             if checkpoints.latest() is not None:
@@ -118,11 +113,6 @@ def _in_folder(config: LanguageRunConfig, source: Path, target: Path) -> Languag
     return only_language(load_config(sections), "an import")
 
 
-def _parameters(config: LanguageRunConfig, program: Program) -> dict[str, Parameter]:
-    weights, names = program.abstract_weights, program.placement.names
-    return parameters(weights, names, vocab_size=config.model.vocab_size)
-
-
 def _common(dtypes: dict[str, str]) -> dict[str, str]:
     """Types by name, with the most common one under "" and not repeated."""
     kinds = sorted(dtypes.values())
@@ -155,10 +145,10 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         mesh = abstract_mesh(dict.fromkeys(config.mesh.model_dump(), 1))
         config = _with_vocabulary(config)
         program = _plain_program(config, mesh)
-        own = _parameters(config, program)
+        own = own_parameters(config, program)
         count = count_parameters(program, config.model.vocab_size)
         dtype_of = _dtypes(checkpoints.metadata(step), dtype)
-        saved = _SavedParameters(checkpoints, step)
+        saved = SavedWeights(checkpoints, step)
         temporary = target.with_name(target.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -215,28 +205,8 @@ def _plain_program(config: LanguageRunConfig, mesh: AbstractMesh) -> Program:
     """The run on one device that need not be here: for shapes in model order."""
     sections = config.model_dump()
     sections |= {"mesh": dict.fromkeys(sections["mesh"], 1), "sharding": {}, "pipeline": {}}
+    sections["lora"] = {}
     return make_program(load_config(sections), vocab_size=config.model.vocab_size, mesh=mesh)
-
-
-class _SavedParameters:
-    """The parameters of a step by path: the masters where it has them."""
-
-    def __init__(self, checkpoints: Checkpointer, step: int) -> None:
-        self._checkpoints, self._step = checkpoints, step
-        self._leaves = checkpoints.record(step).leaves
-
-    def read(self, path: str) -> NDArray[Any]:
-        """One parameter, whole, on the host."""
-        name = f"opt_state/master/{path}"
-        if name not in self._leaves:
-            name = f"params/{path}"
-        record = self._leaves[name]
-        leaf: Any = jax.ShapeDtypeStruct(record.shape, jax.numpy.dtype(record.dtype))
-        tree = leaf
-        for part in reversed(name.split("/")):
-            tree = {part: tree}
-        found = self._checkpoints.restore(self._step, tree, subset=True)
-        return np.asarray(jax.tree.leaves(found)[0])
 
 
 def _dtypes(metadata: dict[str, Any], asked: str) -> Callable[[str], str]:

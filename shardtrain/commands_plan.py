@@ -135,7 +135,7 @@ def compiled_program(plan: Plan, config: RunConfig, *, seconds: float = 900.0) -
     except DoesNotFitError as fault:
         fault.cure = "one of these changes\n" + memory_help(replace(plan, tight=True))
         raise
-    if target.is_tpu:
+    if target.is_tpu or config.lora.rank:
         return Program(compiled, None)
     mesh = abstract_mesh(plan.own.layout.degrees, plan.workload.platform)
     expected = expect(
@@ -284,6 +284,25 @@ def _point(plan: Plan, key: str, value: int) -> Point:
     return Point(key, value, cluster, found.best[0] if found.best else None, tokens)
 
 
+def _require_promises(target: str, plan: Plan, config: RunConfig) -> None:
+    """Refuses an audit where there are no promises to read."""
+    if plan.workload.platform != "gpu":
+        raise ConfigError(
+            "promises are read in programs for GPUs alone",
+            where="audit",
+            value=target,
+            cure="use --compile, which says what the program takes",
+        )
+    if config.lora.rank:
+        raise ConfigError(
+            "promises are those of training all weights",
+            where="audit",
+            value=f"lora.rank={config.lora.rank}",
+            allowed="lora.rank=0",
+            cure="use --compile, which says what the program takes",
+        )
+
+
 def run_plan(options: PlanOptions, config: RunConfig) -> int:
     """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
     if options.keep and not (options.compile or options.audit):
@@ -300,13 +319,8 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         keep=options.top,
         price=options.price or None,
     )
-    if options.audit and plan.workload.platform != "gpu":
-        raise ConfigError(
-            "promises are read in programs for GPUs alone",
-            where="audit",
-            value=options.target,
-            cure="use --compile, which says what the program takes",
-        )
+    if options.audit:
+        _require_promises(options.target, plan, config)
     if options.objective == "cost" and plan.price is None:
         raise ConfigError("is not known", where="price", cure="give one with --price")
     if options.compile or options.audit:

@@ -15,14 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
 from shardtrain.config_images import image_faults
+from shardtrain.config_init import inherit
 from shardtrain.config_keys import section_faults
 from shardtrain.config_language import known_tokens, language_faults
+from shardtrain.config_lora import lora_faults
 from shardtrain.config_offload import offload_faults
 from shardtrain.config_precision import mesh_precision_faults, precision_faults
 from shardtrain.config_text import template, write
 from shardtrain.data.config import DataConfig, ImageDataConfig
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import ResNetConfig, TransformerConfig
+from shardtrain.models.config import LoraConfig, ResNetConfig, TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
@@ -65,6 +67,7 @@ class RunConfig(BaseModel):
 
     run: RunSection
     model: TransformerConfig | ResNetConfig
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     task: LanguageModelConfig | ImageClassificationConfig
     data: DataConfig | ImageDataConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
@@ -107,6 +110,7 @@ RUNS: Final[dict[str, type[RunConfig]]] = {
 SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "run": RunSection,
     "model": TransformerConfig,
+    "lora": LoraConfig,
     "task": LanguageModelConfig,
     "data": DataConfig,
     "mesh": MeshConfig,
@@ -146,6 +150,7 @@ def load_config(
     for key, value in (overrides or {}).items():
         put(raw, key, value)
         places.pop(key, None)
+    raw = inherit(raw)
     classes = section_classes(raw)
     raise_all(section_faults(raw, classes, places, complete=True))
     config = run_class(raw).model_validate(
@@ -378,6 +383,7 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
             )
         )
     faults += offload_faults(config.offload, train)
+    faults += lora_faults(config.lora, train, config.offload)
     return faults
 
 
@@ -394,9 +400,19 @@ def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> l
 
 
 def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
-    return image_faults(
-        config.model, config.data, config.train, config.sharding, config.offload, degrees
-    )
+    return [
+        *image_faults(
+            config.model, config.data, config.train, config.sharding, config.offload, degrees
+        ),
+        *(
+            ConfigError(f'model.type="{config.model.type}" cannot use it; leave it out', where=key)
+            for key, is_set in (
+                (f"run.init={config.run.init}", config.run.init),
+                (f"lora.rank={config.lora.rank}", config.lora.rank),
+            )
+            if is_set
+        ),
+    ]
 
 
 FAULTS: Final[dict[type[RunConfig], Callable[[Any, Mapping[str, int]], list[ConfigError]]]] = {

@@ -108,6 +108,9 @@ def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
         yield "model.max_length", f'model.position="{model.position}" has no table'
     if model.norm == "rmsnorm":
         yield "model.norm_bias", 'model.norm="rmsnorm" never has a bias'
+    if not config.lora.rank:
+        for key in ("alpha", "targets"):
+            yield f"lora.{key}", "lora.rank=0 trains all weights"
 
 
 def _optimizer(config: RunConfig) -> Iterator[tuple[str, str]]:

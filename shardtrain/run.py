@@ -12,12 +12,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardtrain.config import LanguageRunConfig, RunConfig, only_language, resolve_mesh
+from shardtrain.config import (
+    LanguageRunConfig,
+    RunConfig,
+    known_vocab,
+    only_language,
+    resolve_mesh,
+)
 from shardtrain.data.loader import Samples, batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
+from shardtrain.run_weights import require_tokenizer, weights_of
 from shardtrain.run_work import Info, Work, work_of
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.placement import Placement
@@ -73,8 +80,11 @@ class Run:
         return make_report(self.program)
 
     def init(self) -> TrainState:
-        """The state before the first update."""
-        return self.program.init()
+        """The state before the first update: drawn, or of the weights that `run.init` names."""
+        name = self.config.run.init
+        if not name:
+            return self.program.init()
+        return self.program.init_from(weights_of(name, self.config, self.program))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; the old state's memory is given up."""
@@ -97,15 +107,8 @@ class Run:
         validation, program = self.validation, self.program
         if validation is None or self.config.eval.steps == 0:
             return {}
-        reported = program.task.reported
-        sums, weights = dict.fromkeys(reported, 0.0), dict.fromkeys(reported, 0.0)
-        for index in range(validation.evaluation_batches(self.config.eval.steps)):
-            batch = evaluation_on_device(validation, index, program.layout.microbatches, self.place)
-            part, weight = program.evaluate(state.params, batch, state.model_state)
-            for name, term in reported.items():
-                sums[name] += float(part[term])
-                weights[name] += float(weight[term])
-        return {name: sums[name] / max(weights[name], 1.0) for name in reported}
+        sums = evaluate_on(program, validation, state, self.config.eval.steps)
+        return {name: total / max(weight, 1.0) for name, (total, weight) in sums.items()}
 
     @cached_property
     def _generator(self) -> Generator:
@@ -132,6 +135,35 @@ class Run:
         )
 
 
+def evaluate_on(
+    program: Program, data: Samples, state: TrainState, limit: int = 0
+) -> dict[str, tuple[float, float]]:
+    """What the task reports of data, each sample once.
+
+    Args:
+        program: the run's functions.
+        data: what to predict.
+        state: with the parameters; its `opt_state` may be empty.
+        limit: at most so many batches; 0 = all.
+
+    Returns:
+        Of each term by the name that it is reported under: its sum, and the weight of that.
+    """
+
+    def place(_name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return program.batch_sharding(len(shape))
+
+    reported = program.task.reported
+    sums, weights = dict.fromkeys(reported, 0.0), dict.fromkeys(reported, 0.0)
+    for index in range(data.evaluation_batches(limit)):
+        batch = evaluation_on_device(data, index, program.layout.microbatches, place)
+        part, weight = program.evaluate(state.params, batch, state.model_state, state.frozen)
+        for name, term in reported.items():
+            sums[name] += float(part[term])
+            weights[name] += float(weight[term])
+    return {name: (sums[name], weights[name]) for name in reported}
+
+
 def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:
     """Makes a run of a config.
 
@@ -156,6 +188,8 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     offload = config.offload
     if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
+    if isinstance(config, LanguageRunConfig) and known_vocab(config) is not None:
+        require_tokenizer(config)
     data, validation, info = work_of(config).open_data(_say)
     config, choice = choose_remat(config, info.vocab_size, devices)
     if choice:

@@ -12,6 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.config import RunConfig
+from shardtrain.models.config import LoraConfig
+from shardtrain.models.lora import Everything, Lora, Training, choose_matrices
+from shardtrain.models.transformer import MATRICES
 from shardtrain.optim.optimizers import make_transform
 from shardtrain.optim.schedules import make_schedule
 from shardtrain.run_work import work_of
@@ -70,12 +73,24 @@ def make_program(
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
         scaling=make_scaling(config.train, dtypes),
         kept=Kept((*work.kept(), *averages(config.optimizer.ema_decay))),
+        training=make_training(config.lora),
     )
 
 
 def averages(decay: float) -> tuple[tuple[str, Part], ...]:
     """The average of the parameters, where one is asked for."""
     return ((EMA, Average(decay)),) if decay else ()
+
+
+def make_training(lora: LoraConfig) -> Training:
+    """Which parameters are trained.
+
+    Raises:
+        ConfigError: `lora.targets` names a weight that the model does not have.
+    """
+    if not lora.rank:
+        return Everything()
+    return Lora(lora.rank, lora.alpha, choose_matrices(lora.targets, MATRICES))
 
 
 def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
@@ -110,6 +125,7 @@ def make_report(program: Program) -> Report:
         opt_state=program.shapes.opt_state,
         model_state=program.shapes.model_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
+        frozen=program.shapes.frozen,
     )
 
 
@@ -125,7 +141,12 @@ def count_parameters(program: Program, vocab_size: int) -> int:
         dims = zip(leaf.shape, names, strict=True)
         return math.prod(min(size, vocab_size) if name == "vocab" else size for size, name in dims)
 
-    counts = jax.tree.map(count, program.abstract_saved.params, program.placement.names)
+    saved, placement, weights = program.abstract_saved, program.placement, program.training.weights
+    counts = jax.tree.map(
+        count,
+        weights(saved.params, saved.frozen),
+        weights(placement.names, placement.frozen_names),
+    )
     return sum(jax.tree.leaves(counts))
 
 

@@ -1,13 +1,21 @@
 """The state that a run goes on from: of a checkpoint of its own, or of imported weights.
 
-Owns: which of the two a step is, and what of it is read. Does not own: checkpoints and programs.
+Owns: which of the two a step is, what of it is read, and the frozen weights, which lie beside the
+steps. Does not own: checkpoints and programs.
+
+Weights that are not trained never change, so a run saves them once, in `base/0` of its folder. Each
+step names them by a digest of all their entries, and is restored only with those.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
+from shardtrain.errors import CheckpointError
 from shardtrain.train.build import Program
+from shardtrain.train.rundir import BASE
 from shardtrain.train.state import TrainState
 
 WEIGHTS: Final = "weights"
@@ -27,6 +35,59 @@ def chosen_by_weights(key: str) -> bool:
     return key.startswith("model.") and key != "model.dropout"
 
 
+def base_of(checkpoints: Checkpointer) -> Checkpointer:
+    """The folder of a run's frozen weights; it has one step, 0."""
+    return checkpoints.beside(BASE)
+
+
+def base_digest(checkpoints: Checkpointer) -> str:
+    """A digest of the frozen weights that a run has; "" where it has none.
+
+    Raises:
+        CheckpointError: their record is damaged.
+    """
+    base = base_of(checkpoints)
+    if 0 not in base.steps():
+        return ""
+    leaves = {name: leaf.digest for name, leaf in sorted(base.record(0).leaves.items())}
+    return hashlib.sha256(json.dumps(leaves).encode()).hexdigest()[:32]
+
+
+def check_base(checkpoints: Checkpointer, step: int) -> None:
+    """Refuses frozen weights that are not those of a step.
+
+    Raises:
+        CheckpointError: they are gone, or others.
+    """
+    wanted, found = str(checkpoints.metadata(step).get(BASE, "")), base_digest(checkpoints)
+    if wanted != found:
+        raise CheckpointError(
+            "the frozen weights that this step was trained with are "
+            + ("others" if found else "gone"),
+            where=str(base_of(checkpoints).directory),
+            value=found or "nothing",
+            allowed=wanted or "nothing",
+            cure=f"put the folder `{BASE}` of that run there",
+        )
+
+
+def save_base(checkpoints: Checkpointer, state: TrainState, program: Program) -> None:
+    """Saves the frozen weights of a run that begins, if it has any, and waits until they are there.
+
+    Args:
+        checkpoints: of the run.
+        state: of the run.
+        program: its functions.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    base = base_of(checkpoints)
+    if state.frozen != () and not base.steps():
+        base.save(0, {"frozen": program.to_saved(state).frozen}, {})
+        base.wait()
+
+
 def restore_state(
     checkpoints: Checkpointer, step: int, program: Program, *, evaluates: bool = False
 ) -> TrainState:
@@ -44,8 +105,11 @@ def restore_state(
     if is_imported(checkpoints.metadata(step)):
         found = checkpoints.restore(step, {"params": program.abstract_weights})
         return program.init_from(found["params"], evaluates=evaluates)
-    wanted = program.abstract_saved
-    if evaluates:
-        wanted = wanted.replace(opt_state=())
+    check_base(checkpoints, step)
+    whole = program.abstract_saved
+    wanted = whole.replace(frozen=(), opt_state=() if evaluates else whole.opt_state)
     saved: TrainState = checkpoints.restore(step, wanted, subset=evaluates, missing={"skipped": 0})
+    if whole.frozen != ():
+        frozen = base_of(checkpoints).restore(0, {"frozen": whole.frozen})["frozen"]
+        saved = saved.replace(frozen=frozen)
     return program.from_saved(saved)

@@ -31,7 +31,15 @@ from shardtrain.errors import EXIT_POLICY, EXIT_PREEMPTED, DataError, PolicyErro
 from shardtrain.run import Run
 from shardtrain.run_audit import check_step, require_auditable
 from shardtrain.run_program import count_parameters
-from shardtrain.run_state import chosen_by_weights, is_imported, restore_state
+from shardtrain.run_state import (
+    base_digest,
+    base_of,
+    chosen_by_weights,
+    is_imported,
+    restore_state,
+    save_base,
+)
+from shardtrain.run_weights import copy_beside
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -48,7 +56,7 @@ from shardtrain.train.machine import CacheUse, warnings
 from shardtrain.train.metrics import plain
 from shardtrain.train.pace import Pace, Targets
 from shardtrain.train.phases import Phases
-from shardtrain.train.rundir import Change, RunDirectory, changes, check_changes
+from shardtrain.train.rundir import BASE, Change, RunDirectory, changes, check_changes
 from shardtrain.train.screen import Screen, human_bytes, make_console
 from shardtrain.train.state import TrainState
 from shardtrain.train.watchdog import Limits
@@ -109,7 +117,8 @@ class Attempt:
                 screen.say(f"nothing to do: {resume} of {last} updates are done")
                 return self._restore(resume), 0
             if self.peers.index == 0:
-                self._make_room()
+                self._make_room(resume)
+            self.peers.barrier("there is room", _PATIENCE)
             return self._go(resume)
 
     # -- before the first update
@@ -139,9 +148,11 @@ class Attempt:
         run, config, bytes_ = self.run, self.run.config, self.run.report
         devices, mesh = run.mesh.devices, " x ".join(split_axes(run.mesh))
         count = count_parameters(run.program, run.size)
+        trained = sum(leaf.size for leaf in jax.tree.leaves(run.program.abstract_saved.params))
         title = "a new run" if resume is None else f"goes on from step {resume}"
         return f"{config.run.name}: {title}", [
-            ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"),
+            ("model", f"{config.model.type}, {count:,} parameters, {config.train.precision}"
+              + (f"; {trained:,} of adapters are trained" if config.lora.rank else "")),
             ("data", f"{run.info.source}, {run.data.num_samples:,} {run.work.samples}"),
             ("devices", f"{devices.size} x {devices.flat[0].device_kind}, {mesh or 'no mesh'}"),
             ("state", f"ZeRO {config.sharding.zero}; on each device: parameters "
@@ -161,11 +172,15 @@ class Attempt:
             lines.append("run.deterministic=True has no effect: CPU kernels always are")
         return [*lines, *warnings()]
 
-    def _make_room(self) -> None:
+    def _make_room(self, resume: int | None) -> None:
         """Takes away what a killed save has left; refuses a disk that is too small."""
+        if resume is None or is_imported(self.checkpoints.metadata(resume)):
+            base_of(self.checkpoints).drop_after(-1)  # of an attempt that never saved a step
         for path in self.checkpoints.clean():
             self.screen.say(f"deleted what an interrupted save has left: {path}")
         self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
+        if resume is None and self.run.config.run.init:
+            copy_beside(self.run.config.run.init, self.directory.path)
         self.directory.write_resolved(to_toml(self.run.config))
 
     # -- from the first update to the last
@@ -254,7 +269,7 @@ class Attempt:
     def _begin(self, observer: Observer, resume: int | None, past: Past) -> TrainState:
         """Makes or restores the state."""
         if resume is None:
-            return self.run.init()
+            return self._first_state()
         self.phases.enter("restore", resume)
         begun = time.perf_counter()
         state = self._restore(resume)
@@ -269,8 +284,16 @@ class Attempt:
                 observer.event("eval", resume, values)
         return state
 
+    def _first_state(self) -> TrainState:
+        """The state before the first update, its frozen weights saved."""
+        state = self.run.init()
+        save_base(self.checkpoints, state, self.run.program)
+        return state
+
     def _restore(self, step: int) -> TrainState:
-        return restore_state(self.checkpoints, step, self.run.program)
+        state = restore_state(self.checkpoints, step, self.run.program)
+        save_base(self.checkpoints, state, self.run.program)  # of imported weights
+        return state
 
     def _loop(
         self,
@@ -362,7 +385,10 @@ class Attempt:
         """Begins to save; what was told of the steps before is on the disk first."""
         observer.flush()
         metadata = {"config": self.run.config.model_dump(), "tokens": self.run.info.digest}
-        saved, metric = self.run.program.to_saved(state), values.get("val_loss")
+        metadata |= {BASE: digest} if (digest := base_digest(self.checkpoints)) else {}
+        # The frozen weights are there already, and none of them has changed.
+        saved = self.run.program.to_saved(state).replace(frozen=())
+        metric = values.get("val_loss")
         self.checkpoints.save(step, saved, metadata, metric=metric)
 
     def _tell_saved(self, observer: Observer) -> None:
@@ -429,7 +455,7 @@ class Attempt:
         """The state of the newest checkpoint up to a step, or the oldest there is."""
         steps = self.checkpoints.steps()
         if not steps:
-            return self.run.init(), 0
+            return self._first_state(), 0
         chosen = max((s for s in steps if s <= step), default=steps[0])
         return self._restore(chosen), chosen
 

@@ -75,6 +75,7 @@ class Checkpointer:
         retention: Retention | None = None,
         peers: Processes | None = None,
         writer: Writer | None = None,
+        label: str = "checkpoint",
     ) -> None:
         """Look at a folder; nothing is written or deleted before the first save.
 
@@ -84,16 +85,30 @@ class Checkpointer:
             retention: Which steps stay, in place of `keep`.
             peers: The processes of the run; each makes the same calls. None = this one alone.
             writer: What writes the arrays. None = Orbax.
+            label: Tells what processes do together here from what they do in other folders.
         """
         assert keep >= 1, "keep=0 would delete what was just saved"
         self.directory = Path(directory).absolute()
         self._retention = retention or Retention(keep)
         self._peers = peers or Alone()
         self._writer = writer
+        self._label = label
+        self._beside: dict[str, Checkpointer] = {}
         self._rounds = 0
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._saved: list[Saved] = []
+
+    def beside(self, name: str) -> "Checkpointer":
+        """Return the steps of another folder beside this one, for the same processes.
+
+        Args:
+            name: The folder's name; always the same object for one name, closed with this one.
+        """
+        if name not in self._beside:
+            folder_ = self.directory.parent / name
+            self._beside[name] = Checkpointer(folder_, peers=self._peers, label=name)
+        return self._beside[name]
 
     # -- what is there
 
@@ -183,7 +198,7 @@ class Checkpointer:
     def _round(self, what: str) -> str:
         """A name for something that all processes do once, in the same order."""
         self._rounds += 1
-        return f"checkpoint {what} {self._rounds}"
+        return f"{self._label} {what} {self._rounds}"
 
     def _together(self, name: str, mine: object) -> list[Any]:
         """What every process says, by process; all wait for all."""
@@ -533,6 +548,8 @@ class Checkpointer:
         Raises:
             CheckpointError: The last save has failed.
         """
+        for other in self._beside.values():
+            other.close()
         try:
             self.wait()
         finally:

@@ -22,8 +22,9 @@ class DataConfig(BaseModel):
     type: Literal["text"] = "text"
     """Which data this is."""
     path: str = ""
-    """Text file, folder of text, JSONL, Parquet, a prepared folder, or tokens as .npy or as
-    Megatron-LM's .bin and .idx. "" = the source text of Python's own standard library."""
+    """Text file, folder of text, JSONL of text or of prompts and completions, Parquet, a prepared
+    folder, or tokens as .npy or as Megatron-LM's .bin and .idx. "" = the source text of Python's
+    own standard library."""
     tokenizer: str = "bytes"
     """How text becomes tokens: a tokenizer.json, or bytes = one token a byte, 256 in all."""
     sequence_length: int = Field(ge=1)
@@ -32,6 +33,9 @@ class DataConfig(BaseModel):
     """Sequences per step, over all devices."""
     separate_documents: bool = True
     """Whether documents in one sequence are hidden from each other. False = one stream."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """A record of prompt and completion that lacks one, or is too long for a sequence: stop = the
+    run does not start; skip = it is left out and counted."""
     shuffle: bool = True
     """Whether every epoch has an order of its own. False = file order."""
     validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from shardtrain.data.cache import Say, silent
+from shardtrain.data.examples import BadRecords, Example, looks_like_examples, read_example
 from shardtrain.data.token_arrays import array_files, array_path
 from shardtrain.data.tokens import MAGIC
 from shardtrain.errors import DataError
@@ -27,7 +28,7 @@ _BOM = b"\xef\xbb\xbf"
 _VARYING = {"distutils", "ensurepip", "idlelib", "lib2to3", "turtledemo"}
 _NOT_SOURCE = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
-Kind = Literal["text", "jsonl", "parquet", "array"]
+Kind = Literal["text", "jsonl", "examples", "parquet", "array"]
 Piece = tuple[bytes, bool]
 """Some text, and whether its document ends with it."""
 Reached = Callable[[int], None]
@@ -182,6 +183,39 @@ def read_pieces(
         raise DataError(f"the file cannot be read: {error}", where=str(file.path)) from error
 
 
+def read_examples(
+    file: SourceFile, bad: BadRecords, *, reached: Reached = unnoticed
+) -> Iterator[Example]:
+    """Read the examples of one file.
+
+    Args:
+        file: the file, of kind "examples".
+        bad: what is done with records that are none.
+        reached: called now and then with the position in the file, in bytes.
+
+    Yields:
+        Examples, in order.
+
+    Raises:
+        DataError: the file cannot be read, or a record is bad and that stops the run.
+    """
+    try:
+        with _open(file.path) as (handle, position):
+            for number, line in enumerate(handle, 1):
+                if line.strip():
+                    try:
+                        example = read_example(line, f"{file.path}:{number}")
+                    except DataError as fault:
+                        bad.meet(fault)
+                    else:
+                        yield example
+                if number % 256 == 0:
+                    reached(position())
+        reached(file.size)
+    except (EOFError, OSError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(file.path)) from error
+
+
 def _walk(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
     files = []
     for folder, folders, names in os.walk(root):
@@ -194,7 +228,7 @@ def _kind(path: Path) -> Kind | None:
     """Tell how a file is read; None if it is not text."""
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     if inner.suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
+        return "examples" if looks_like_examples(_first_line(path)) else "jsonl"
     if path.suffix == ".parquet":
         return "parquet"
     try:
@@ -209,6 +243,15 @@ def _kind(path: Path) -> Kind | None:
     except UnicodeDecodeError:
         return None
     return "text"
+
+
+def _first_line(path: Path) -> bytes:
+    """The first line of a file that is not blank; of one that cannot be read, nothing."""
+    try:
+        with _open(path) as (handle, _):
+            return next((line for line in handle if line.strip()), b"")
+    except (EOFError, OSError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
 
 
 @contextmanager

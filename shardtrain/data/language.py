@@ -4,15 +4,15 @@ Owns: which tokens a sample covers, the order of samples, what a batch holds, an
 evaluation. Does not own: files, devices, prefetching. The order knows nothing of devices or
 processes.
 
-Sample i covers tokens [i * T, i * T + T], of which the first T are inputs and the last T their
-targets: the only shift by one there is.
+A sample covers up to T + 1 tokens, of which all but the last are inputs and all but the first their
+targets: the only shift by one there is. Of a stream of text sample i covers [i * T, i * T + T]. Of
+examples it covers whole ones, as many as fit (`pack`), and what is left counts for nothing.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from shardtrain.data.order import Order
@@ -39,11 +39,24 @@ class LanguageData:
     seed: int = 0
     shuffle: bool = True
     separate_documents: bool = True
+    learned: NDArray[np.uint8] | None = field(default=None, repr=False)
+    """1 for each token that counts as a target, [any]; None = all do."""
+    packed: NDArray[np.int64] | None = field(default=None, repr=False)
+    """First token of each sample, and the one after its last, [samples, 2]; None = a stream."""
+    to_the_end: bool = False
+    """Whether the last sample of a stream may be a shorter one."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of full length."""
-        return max(0, (len(self.tokens) - 1) // self.sequence_length)
+        """Samples that there are."""
+        if self.packed is not None:
+            return len(self.packed)
+        targets = max(0, len(self.tokens) - 1)
+        return (
+            -(-targets // self.sequence_length)
+            if self.to_the_end
+            else (targets // self.sequence_length)
+        )
 
     @property
     def order(self) -> Order:
@@ -155,25 +168,37 @@ class LanguageData:
         length = self.sequence_length
         if not len(ids):
             return self.blank(0)
-        windows = sliding_window_view(self.tokens, length + 1)
-        text = windows[ids * length].astype(np.int32)  # [rows, length + 1]
+        first, last = self._bounds(ids)
+        text = _cut(self.tokens, first, last, length + 1, np.int32)
+        inside = np.arange(1, length + 1) < (last - first)[:, None]
+        weights = inside.astype(np.float32)
+        if self.learned is not None:
+            weights *= _cut(self.learned, first, last, length + 1, np.float32)[:, 1:]
         sample = (np.arange(len(ids), dtype=np.uint64) + np.uint64(number % 2**32)).astype(
             np.uint32
         )
         batch: Batch = {
             "tokens": np.ascontiguousarray(text[:, :-1]),
             "targets": np.ascontiguousarray(text[:, 1:]),
-            "weights": np.ones((len(ids), length), np.float32),
+            "weights": weights,
             "sample": sample,
         }
         if self.separate_documents:
-            starts = self._document_starts(ids * length)
+            starts = self._document_starts(first)
             places = np.arange(length, dtype=np.int32)
             inside = starts[:, :-1]
             batch["segments"] = np.cumsum(inside, axis=1, dtype=np.int32)
             batch["positions"] = places - np.maximum.accumulate(np.where(inside, places, 0), axis=1)
             batch["weights"][starts[:, 1:]] = 0.0
         return batch
+
+    def _bounds(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first token of each sample, and the one after its last."""
+        if self.packed is not None:
+            first, last = self.packed[ids].T
+            return first, last
+        first = ids * self.sequence_length
+        return first, np.minimum(first + self.sequence_length + 1, len(self.tokens))
 
     def _document_starts(self, first: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mark what begins a document after a sample's first token: [rows, length + 1]."""
@@ -189,6 +214,46 @@ class LanguageData:
         return marks
 
 
+def _cut(
+    values: NDArray[Any],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    length: int,
+    dtype: Any,
+) -> NDArray[Any]:
+    """Stretches of an array as rows [rows, length], filled up with zeros."""
+    rows = np.zeros((len(first), length), dtype)
+    for row, start, stop in zip(rows, first.tolist(), last.tolist(), strict=True):
+        row[: stop - start] = values[start:stop]
+    return rows
+
+
+def pack(offsets: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """Put whole documents into samples, in order, as many into each as fit.
+
+    Args:
+        offsets: where each document starts, and the end of the last, [documents + 1].
+        most: tokens of a sample.
+
+    Returns:
+        First token of each sample and the one after its last, [samples, 2]; and the number and the
+        tokens of each document that is too long and in none.
+    """
+    samples: list[tuple[int, int]] = []
+    long: list[tuple[int, int]] = []
+    document, documents = 0, len(offsets) - 1
+    while document < documents:
+        start = int(offsets[document])
+        after = int(np.searchsorted(offsets, start + most, side="right")) - 1
+        if after == document:
+            long.append((document, int(offsets[document + 1]) - start))
+            document += 1
+            continue
+        samples.append((start, int(offsets[after])))
+        document = after
+    return np.array(samples, np.int64).reshape(-1, 2), long
+
+
 def language_data(
     file: TokenFile,
     *,
@@ -197,6 +262,8 @@ def language_data(
     seed: int = 0,
     shuffle: bool = True,
     separate_documents: bool = True,
+    to_the_end: bool = False,
+    packed: NDArray[np.int64] | None = None,
 ) -> LanguageData:
     """Take samples from a token file.
 
@@ -207,6 +274,8 @@ def language_data(
         seed: decides the order.
         shuffle: whether every epoch has an order of its own.
         separate_documents: whether documents in one sequence are kept apart.
+        to_the_end: whether the last sample of a stream may be a shorter one.
+        packed: samples of whole documents, of `pack`.
 
     Returns:
         The data.
@@ -220,6 +289,9 @@ def language_data(
         seed=seed,
         shuffle=shuffle,
         separate_documents=separate_documents,
+        learned=file.learned,
+        packed=packed,
+        to_the_end=to_the_end,
     )
 
 
@@ -235,6 +307,13 @@ def require_batch(data: LanguageData, where: str) -> None:
     """
     if data.num_samples >= data.batch_size:
         return
+    if data.packed is not None:
+        raise DataError(
+            f"too few examples for one batch of {data.batch_size} sequences",
+            where=where,
+            value=f"{data.num_samples} sequences of {data.sequence_length} hold them all",
+            cure="use more examples, or a smaller data.batch_size or data.sequence_length",
+        )
     needed = data.batch_size * data.sequence_length + 1
     raise DataError(
         f"too few tokens for one batch of {data.batch_size} x {data.sequence_length}",

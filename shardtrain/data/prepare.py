@@ -12,14 +12,22 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from shardtrain.data.cache import Say, exclusive, make_folder, silent, sweep
-from shardtrain.data.documents import PIECE, Piece, SourceFile, find_files, read_pieces
+from shardtrain.data.documents import (
+    PIECE,
+    Piece,
+    SourceFile,
+    find_files,
+    read_pieces,
+)
+from shardtrain.data.examples import BadRecordPolicy, BadRecords
 from shardtrain.data.megatron import chunks
+from shardtrain.data.prepare_examples import write_examples
 from shardtrain.data.token_arrays import TokenArray, Vocabulary, open_arrays, vocabulary
 from shardtrain.data.tokenizer import Tokenizer, load_tokenizer
 from shardtrain.data.tokens import TokenFile, TokenWriter, Verify
@@ -58,6 +66,8 @@ def prepare(
     progress: Progress = no_progress,
     say: Say = silent,
     column: str = "",
+    bad_records: BadRecordPolicy = "stop",
+    max_tokens: int = 0,
 ) -> Prepared:
     """Turn text into `train.tokens` and `validation.tokens`.
 
@@ -70,6 +80,8 @@ def prepare(
         progress: told how far the work is.
         say: told in a line what is skipped or waited for.
         column: the field that holds the text, where there are fields.
+        bad_records: what a record of prompt and completion does that cannot be learned from.
+        max_tokens: an example with more is one of them; 0 = any length.
 
     Returns:
         The open token files.
@@ -82,7 +94,11 @@ def prepare(
     files = find_files([Path(path).expanduser() for path in paths], where="paths", say=say)
     out = Path(out).expanduser()
     make_folder(out, where="out", cure="choose a folder that you can write to")
-    split = Split(loaded, validation_fraction, seed, column)
+    if column:  # whatever else a record has
+        files = [replace(f, kind="jsonl") if f.kind == "examples" else f for f in files]
+    if (bad_records == "skip" or max_tokens) and not _are_examples(files):
+        say("bad_records and max_tokens have no effect: there are no prompts and completions")
+    split = Split(loaded, validation_fraction, seed, column, bad_records, max_tokens)
     return prepare_files(files, out, split, reuse=False, progress=progress, say=say)
 
 
@@ -96,6 +112,10 @@ class Split:
     """Decides which documents are kept for validation, together with their text."""
     column: str = ""
     """The field that holds the text, where there are fields."""
+    bad_records: BadRecordPolicy = "stop"
+    """What a bad example does."""
+    max_tokens: int = 0
+    """Tokens of an example; one with more is bad. 0 = any."""
 
     def key(self, files: Sequence[SourceFile]) -> str:
         """Name what token files are made from: the same key, the same tokens.
@@ -109,6 +129,8 @@ class Split:
         listed = [[str(f.path.resolve()), f.kind, f.size, f.mtime_ns] for f in files]
         tokenizer = [self.tokenizer.name, self.tokenizer.digest]
         rules = [_RULES, *tokenizer, self.validation_fraction, self.seed, self.column]
+        if _are_examples(files):
+            rules += [self.bad_records, self.max_tokens]
         return hashlib.sha256(json.dumps([rules, listed]).encode()).hexdigest()[:32]
 
     def in_validation(self, text: bytes) -> bool:
@@ -162,7 +184,7 @@ def prepare_files(
 
         sweep(out)
         try:
-            _build(files, out, split, key, report)
+            _build(files, out, split, key, report, say)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise DataError(
@@ -218,9 +240,9 @@ def check_fraction(fraction: float) -> None:
 
 
 def _build(
-    files: Sequence[SourceFile], out: Path, split: Split, key: str, progress: Progress
+    files: Sequence[SourceFile], out: Path, split: Split, key: str, progress: Progress, say: Say
 ) -> None:
-    tokenizer = split.tokenizer
+    tokenizer, masked = split.tokenizer, _are_examples(files)
     arrays = open_arrays([file.path for file in files if file.kind == "array"])
     kind = vocabulary(arrays, tokenizer) if arrays else Vocabulary.of(tokenizer)
 
@@ -230,11 +252,22 @@ def _build(
             vocab_size=kind.size,
             tokenizer=kind.tokenizer,
             tokenizer_digest=kind.tokenizer_digest,
+            masked=masked,
         )
 
     with writer(TRAIN) as train, writer(VALIDATION) as validation:
         if arrays:
             _write_arrays(arrays, split, train, validation, progress)
+        elif masked:
+            write_examples(
+                files,
+                tokenizer,
+                choose=lambda text: validation if split.in_validation(text) else train,
+                bad=BadRecords(split.bad_records),
+                max_tokens=split.max_tokens,
+                progress=progress,
+                say=say,
+            )
         else:
             _write(files, split, train, validation, progress)
         if train.tokens == 0:
@@ -277,10 +310,28 @@ def _write(
                 target.add(begin)
                 fresh = False
             target.add(tokens)
+            target.text_bytes += len(text)
             if last and not fresh:
                 target.add(end)
                 target.end_document()
                 fresh = True
+
+
+def _are_examples(files: Sequence[SourceFile]) -> bool:
+    """Whether files hold prompts and completions.
+
+    Raises:
+        DataError: some do, and some do not.
+    """
+    found = [file.kind == "examples" for file in files]
+    if any(found) and not all(found):
+        raise DataError(
+            "prompts with completions and plain text are not read together",
+            where=str(files[found.index(False)].path),
+            value=f"beside {files[found.index(True)].path}",
+            cure="name the files of one kind",
+        )
+    return any(found)
 
 
 def _write_arrays(

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardtrain.data.examples import BadRecordPolicy
 from shardtrain.data.megatron import write_megatron
 from shardtrain.data.prepare import Prepared, prepare
+from shardtrain.errors import DataError
 
 
 def prepare_command(
@@ -16,6 +18,8 @@ def prepare_command(
     column: str = "",
     *,
     megatron: bool = False,
+    bad_records: BadRecordPolicy = "stop",
+    max_tokens: int = 0,
 ) -> Prepared:
     """Prepare with a progress bar and a summary on standard error: `shardtrain prepare`.
 
@@ -27,6 +31,8 @@ def prepare_command(
         seed: decides which documents those are.
         column: the field that holds the text, where there are fields.
         megatron: write each file for Megatron-LM too, as `.bin` and `.idx` beside it.
+        bad_records: see `prepare`.
+        max_tokens: see `prepare`.
 
     Returns:
         The open token files.
@@ -50,9 +56,17 @@ def prepare_command(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             say=lambda message: bar.console.print(message, markup=False),
             column=column,
+            bad_records=bad_records,
+            max_tokens=max_tokens,
         )
     for file in (prepared.train, prepared.validation):
         if file is not None:
+            if megatron and file.header.masked:
+                raise DataError(
+                    "Megatron-LM's files cannot say which tokens are learned",
+                    where="--megatron",
+                    cure="leave it out",
+                )
             if megatron:
                 write_megatron(file, file.path.with_suffix(".idx"))
             header = file.header

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardtrain.data.cache import Say, cache_folder, make_folder, silent
 from shardtrain.data.config import DataConfig
 from shardtrain.data.documents import SourceFile, find_files, standard_library
-from shardtrain.data.language import LanguageData, language_data, require_batch
+from shardtrain.data.examples import BadRecords
+from shardtrain.data.language import LanguageData, language_data, pack, require_batch
 from shardtrain.data.prepare import (
     TRAIN,
     Prepared,
@@ -23,6 +27,7 @@ from shardtrain.data.prepare import (
     open_prepared,
     prepare_files,
 )
+from shardtrain.data.prepare_examples import too_long
 from shardtrain.data.token_arrays import array_path
 from shardtrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_beside
 from shardtrain.data.tokens import TokenFile, is_token_file
@@ -102,17 +107,63 @@ def open_data(
     else:
         source = "the source text of Python's standard library"
         prepared = _from_cache(standard_library(), config, source, say, progress)
+    if config.bad_records == "skip" and not prepared.train.header.masked:
+        say("data.bad_records has no effect: this data has no prompts and completions")
     info = DataInfo(source, prepared.train, prepared.validation)
-    train = _samples(config, prepared.train, seed)
+    train = _samples(config, prepared.train, seed, say)
     require_batch(train, str(config.path or prepared.train.path))
     if prepared.validation is None:
         return train, None, info
-    validation = _samples(config, prepared.validation, seed)
+    validation = _samples(config, prepared.validation, seed, say)
     if validation.num_samples == 0:
         count = prepared.validation.header.tokens
         say(f"no validation: {count} tokens are too few for a sequence of {config.sequence_length}")
         return train, None, info
     return train, validation, info
+
+
+def open_whole(
+    config: DataConfig, tokenizer: Tokenizer | None, *, say: Say = silent
+) -> tuple[LanguageData, TokenFile]:
+    """Open all of a file, to evaluate a model on it.
+
+    Args:
+        config: the `[data]` section, with the file as its path.
+        tokenizer: of the model; None = nobody knows it, and only tokens can be read.
+        say: told in a line what is done.
+
+    Returns:
+        Every token, in samples of which the last may be shorter; and the token file.
+
+    Raises:
+        DataError: there is no such file, it is damaged, or has no two tokens.
+    """
+    path = Path(config.path).expanduser()
+    if path.is_dir() and _is_prepared(path):
+        raise DataError(
+            "this folder holds more than one file of tokens",
+            where=_PATH,
+            value=config.path,
+            cure=f"name {TRAIN} or validation.tokens in it",
+        )
+    if path.is_file() and _is_prepared(path):
+        file = TokenFile.open(path, cache=cache_folder(config.cache))
+    elif tokenizer is None and array_path(path) is None:
+        raise DataError(
+            "nobody knows the tokenizer of this model, so text cannot be read",
+            where=_PATH,
+            value=config.path,
+            cure="give tokens (.npy, .tokens), or the tokenizer with data.tokenizer",
+        )
+    else:
+        whole = config.model_copy(update={"validation_fraction": 0.0})
+        files = find_files([path], say=say)
+        made = tokenizer or load_tokenizer("bytes")
+        file = _from_cache(files, whole, str(path), say, no_progress, made).train
+    data = _samples(config, file, 0, say, to_the_end=True)
+    if not data.num_samples:
+        raise DataError("there is nothing to predict", where=_PATH, value=config.path)
+    return data, file
 
 
 def open_tokenizer(config: DataConfig) -> Tokenizer:
@@ -181,10 +232,20 @@ def _check_tokenizer(config: DataConfig, prepared: Prepared) -> None:
 
 
 def _from_cache(
-    files: Sequence[SourceFile], config: DataConfig, source: str, say: Say, progress: Progress
+    files: Sequence[SourceFile],
+    config: DataConfig,
+    source: str,
+    say: Say,
+    progress: Progress,
+    tokenizer: Tokenizer | None = None,
 ) -> Prepared:
     check_fraction(config.validation_fraction)
-    split = Split(load_tokenizer(config.tokenizer), config.validation_fraction)
+    split = Split(
+        tokenizer or load_tokenizer(config.tokenizer),
+        config.validation_fraction,
+        bad_records=config.bad_records,
+        max_tokens=config.sequence_length + 1,
+    )
     key = split.key(files)
     cache = cache_folder(config.cache)
     folder = cache / "tokens" / key
@@ -199,7 +260,10 @@ def _from_cache(
     return prepare_files(files, folder, split, reuse=True, progress=progress, say=say, cache=cache)
 
 
-def _samples(config: DataConfig, file: TokenFile, seed: int) -> LanguageData:
+def _samples(
+    config: DataConfig, file: TokenFile, seed: int, say: Say, *, to_the_end: bool = False
+) -> LanguageData:
+    packed = _packed(config, file, say) if file.header.masked else None
     return language_data(
         file,
         sequence_length=config.sequence_length,
@@ -207,4 +271,27 @@ def _samples(config: DataConfig, file: TokenFile, seed: int) -> LanguageData:
         seed=seed,
         shuffle=config.shuffle,
         separate_documents=config.separate_documents,
+        to_the_end=to_the_end,
+        packed=packed,
     )
+
+
+def _packed(config: DataConfig, file: TokenFile, say: Say) -> NDArray[np.int64]:
+    """Samples of whole examples.
+
+    Raises:
+        DataError: one is too long, and that stops the run; or examples are to see each other.
+    """
+    if not config.separate_documents:
+        raise DataError(
+            "examples never see each other",
+            where="data.separate_documents",
+            value="False",
+            allowed="True where records have prompts and completions",
+        )
+    most, bad = config.sequence_length + 1, BadRecords(config.bad_records)
+    packed, long = pack(file.offsets, most)
+    for number, tokens in long:
+        bad.meet(too_long(f"{file.path}: example {number + 1}", tokens, most))
+    bad.tell(say)
+    return packed

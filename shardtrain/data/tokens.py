@@ -5,8 +5,8 @@ absent). Does not own: tokenizing, sampling, the train and validation split.
 
 Layout, little-endian: 4096 bytes of header (magic, version, length and text of a JSON object,
 zeros, a digest of what came before), the tokens as uint8, uint16 or uint32, zeros up to a multiple
-of 8, and `documents + 1` offsets as int64. The header's `content` is a digest of tokens and
-offsets.
+of 8, and `documents + 1` offsets as int64; where only some tokens are learned, then a byte for each
+token, 1 for those. The header's `content` is a digest of all of it.
 """
 
 import hashlib
@@ -74,6 +74,10 @@ class Header:
     """Key of the text, the tokenizer and the split it was made from."""
     partner: str = ""
     """In a training file: `content` of the validation file made with it, if there is one."""
+    masked: bool = False
+    """Whether only some tokens are learned, such as those of completions."""
+    text_bytes: int = 0
+    """Bytes of the text that the tokens were made of; 0 = unknown."""
 
     @property
     def offsets_at(self) -> int:
@@ -84,6 +88,11 @@ class Header:
     @property
     def file_bytes(self) -> int:
         """The size of the whole file, in bytes."""
+        return self.mask_at + self.masked * self.tokens
+
+    @property
+    def mask_at(self) -> int:
+        """Where the bytes that tell learned tokens begin, or would."""
         return self.offsets_at + 8 * (self.documents + 1)
 
     def pack(self) -> bytes:
@@ -180,6 +189,8 @@ class TokenFile:
     """All tokens, [tokens]."""
     offsets: NDArray[np.int64] = field(repr=False)
     """Where each document starts, and the end of the last, [documents + 1]."""
+    learned: NDArray[np.uint8] | None = field(default=None, repr=False)
+    """1 for each token that counts as a target, [tokens]; None = all do."""
 
     @classmethod
     def open(
@@ -219,7 +230,11 @@ class TokenFile:
             )
         tokens = np.memmap(path, stored, "r", HEADER_BYTES, header.tokens).view(np.ndarray)
         offsets = np.memmap(path, "<i8", "r", header.offsets_at, header.documents + 1)
-        file = cls(path, header, tokens, offsets.view(np.ndarray))
+        learned = None
+        if header.masked:
+            mask = np.memmap(path, np.uint8, "r", header.mask_at, header.tokens)
+            learned = mask.view(np.ndarray)
+        file = cls(path, header, tokens, offsets.view(np.ndarray), learned)
         if verify == "never":
             return file
         cache = cache_folder() if cache is None else cache
@@ -240,10 +255,9 @@ class TokenFile:
             chunk = self.tokens[start : start + _CHUNK]
             digest.update(chunk.data)
             largest = max(largest, int(chunk.max()))
-        if (
-            _content(digest.digest(), hashlib.sha256(self.offsets.data).digest())
-            != self.header.content
-        ):
+        offsets = hashlib.sha256(self.offsets.data).digest()
+        mask = b"" if self.learned is None else hashlib.sha256(self.learned.data).digest()
+        if _content(digest.digest(), offsets, mask) != self.header.content:
             raise DataError(
                 "the token file is damaged: bad checksum", where=str(self.path), cure=_PREPARE_AGAIN
             )
@@ -257,8 +271,8 @@ class TokenFile:
             )
 
 
-def _content(tokens: bytes, offsets: bytes) -> str:
-    return hashlib.sha256(tokens + offsets).hexdigest()[:32]
+def _content(tokens: bytes, offsets: bytes, mask: bytes) -> str:
+    return hashlib.sha256(tokens + offsets + mask).hexdigest()[:32]
 
 
 class TokenWriter:
@@ -268,7 +282,13 @@ class TokenWriter:
     """
 
     def __init__(
-        self, path: Path, *, vocab_size: int, tokenizer: str = "", tokenizer_digest: str = ""
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        tokenizer: str = "",
+        tokenizer_digest: str = "",
+        masked: bool = False,
     ) -> None:
         """Start a file.
 
@@ -277,8 +297,10 @@ class TokenWriter:
             vocab_size: every token is below it; decides the dtype.
             tokenizer: the tokenizer's name, recorded.
             tokenizer_digest: the tokenizer's digest, recorded.
+            masked: whether `add` is told which tokens are learned.
         """
         self.tokens = 0
+        self.text_bytes = 0
         self.documents = 0
         self._vocab_size = vocab_size
         self._tokenizer = (tokenizer, tokenizer_digest)
@@ -289,6 +311,8 @@ class TokenWriter:
         self._offsets_path = temporary_name(path)
         self._body = self._body_path.open("x+b")
         self._offsets = self._offsets_path.open("x+b")
+        self._mask_path = temporary_name(path)
+        self._mask = self._mask_path.open("x+b") if masked else None
         self._body.write(bytes(HEADER_BYTES))
         self._offsets.write(struct.pack("<q", 0))
 
@@ -298,14 +322,18 @@ class TokenWriter:
     def __exit__(self, *_: object) -> None:
         self._body.close()
         self._offsets.close()
+        if self._mask is not None:
+            self._mask.close()
+            self._mask_path.unlink(missing_ok=True)
         self._body_path.unlink(missing_ok=True)
         self._offsets_path.unlink(missing_ok=True)
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: Tokens, learned: bool | NDArray[np.uint8] = True) -> None:
         """Append tokens to the document at hand.
 
         Args:
             tokens: token ids, [any].
+            learned: whether they count as targets, all of them or one by one.
 
         Raises:
             DataError: a token lies outside the vocabulary.
@@ -322,6 +350,8 @@ class TokenWriter:
         stored = np.ascontiguousarray(tokens, self._dtype)
         self._body.write(stored.data)
         self._digest.update(stored.data)
+        if self._mask is not None:
+            self._mask.write(np.full(tokens.size, learned, np.uint8).data)
         self.tokens += tokens.size
         self._open_tokens += tokens.size
 
@@ -347,11 +377,14 @@ class TokenWriter:
         cut = int(starts[kept - 1]) != start
         del starts
         for begin, end in pairwise(bounds):
-            for chunk in self._read(begin, end):
-                target.add(chunk)
+            for at, chunk in self._read(begin, end):
+                target.add(chunk, self._learned(at, len(chunk)))
             target.end_document()
+        if self._mask is not None:
+            self._mask.truncate(start)
+            self._mask.seek(0, os.SEEK_END)
         self._digest = hashlib.sha256()
-        for chunk in self._read(0, start):
+        for _, chunk in self._read(0, start):
             self._digest.update(chunk.data)
         self._body.truncate(HEADER_BYTES + start * self._dtype.itemsize)
         self._body.seek(0, os.SEEK_END)
@@ -366,12 +399,22 @@ class TokenWriter:
         self._offsets.flush()
         return np.memmap(self._offsets_path, "<i8", "r").view(np.ndarray)
 
-    def _read(self, start: int, stop: int) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
+    def _read(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[int, NDArray[np.unsignedinteger[Any]]]]:
+        """Tokens, chunk by chunk, each with the place of its first."""
         size = self._dtype.itemsize
         self._body.seek(HEADER_BYTES + start * size)
         for begin in range(start, stop, _CHUNK):
             count = min(_CHUNK, stop - begin)
-            yield np.frombuffer(self._body.read(count * size), self._dtype)
+            yield begin, np.frombuffer(self._body.read(count * size), self._dtype)
+
+    def _learned(self, start: int, count: int) -> bool | NDArray[np.uint8]:
+        """Which tokens from a place on are learned."""
+        if self._mask is None:
+            return True
+        self._mask.seek(start)
+        return np.frombuffer(self._mask.read(count), np.uint8)
 
     def finish(self, path: Path, *, source: str = "", partner: str = "") -> Header:
         """Complete the file and put it in place, durably, replacing what was there.
@@ -392,16 +435,26 @@ class TokenWriter:
         while block := self._offsets.read(_CHUNK):
             offsets.update(block)
             self._body.write(block)
+        mask = b""
+        if self._mask is not None:
+            digest = hashlib.sha256()
+            self._mask.seek(0)
+            while block := self._mask.read(_CHUNK):
+                digest.update(block)
+                self._body.write(block)
+            mask = digest.digest()
         header = Header(
             dtype=self._dtype.name,
             vocab_size=self._vocab_size,
             tokens=self.tokens,
             documents=self.documents,
-            content=_content(self._digest.digest(), offsets.digest()),
+            content=_content(self._digest.digest(), offsets.digest(), mask),
             tokenizer=self._tokenizer[0],
             tokenizer_digest=self._tokenizer[1],
             source=source,
             partner=partner,
+            masked=self._mask is not None,
+            text_bytes=self.text_bytes,
         )
         self._body.seek(0)
         self._body.write(header.pack())

@@ -4,6 +4,7 @@ Owns: which keys have a counterpart, and for every other one why it has none. Do
 files, the text of a config. Facts from DeepSpeed's documentation of its configuration JSON.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,6 +12,8 @@ from typing import Any, Final
 from shardtrain.errors import ConfigError
 from shardtrain.interop.deepspeed_reasons import REASONS, UNKNOWN
 
+_ALIKE: Final = 0.85
+"""How like a known key another one is that is taken for a mistyped one; 1 = equal."""
 _AUTO: Final = "auto"
 _IS_AUTO: Final = '"auto" is filled in by the program that starts DeepSpeed: give the number'
 _OPTIMIZERS: Final = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon"}
@@ -43,9 +46,15 @@ class _Reader:
         self.values = dict(values)
         self.path = path
         self.mapped = mapped
+        self._known = {
+            key.removeprefix(path)
+            for key in REASONS
+            if key.startswith(path) and "." not in key.removeprefix(path)
+        }
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """A value of that kind; what is "auto" or missing is the default."""
+        self._known.add(name)
         if name not in self.values:
             return default
         value = self.values.pop(name)
@@ -69,6 +78,7 @@ class _Reader:
 
     def leave(self, name: str, reason: str) -> None:
         """Notes a key of this table without counterpart, if it is there."""
+        self._known.add(name)
         if name in self.values:
             del self.values[name]
             self.mapped.leave(self.path + name, reason)
@@ -77,7 +87,11 @@ class _Reader:
         """Leaves the rest."""
         for name in list(self.values):
             path = self.path + name
-            self.leave(name, REASONS.get(path, REASONS.get(self.path + "*", UNKNOWN)))
+            near = difflib.get_close_matches(name, self._known, n=1, cutoff=_ALIKE)
+            if path in REASONS or not near:
+                self.leave(name, REASONS.get(path, REASONS.get(self.path + "*", UNKNOWN)))
+            else:  # mistyped, so what the rest of its table is for is no reason
+                self.leave(name, f'{UNKNOWN}; did you mean "{near[0]}"?')
 
 
 def map_config(values: Mapping[str, Any], *, devices: int = 0) -> Mapped:

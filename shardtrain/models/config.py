@@ -12,6 +12,26 @@ GATED = ("swiglu", "geglu")
 """Activations whose MLP has two halves, one of which gates the other."""
 
 
+class LoraConfig(BaseModel):
+    """Train a change of low rank and leave the model's own weights as they are."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    rank: int = Field(0, ge=0)
+    """Inner width of the change (LoRA, arXiv 2106.09685). 0 = all weights are trained."""
+    alpha: float = Field(16.0, gt=0)
+    """The change is alpha / rank times the product of its two matrices."""
+    targets: str = "qkv,out"
+    """Matrices of a layer that are changed, comma-separated: qkv and out of the attention, up and
+    down of the MLP."""
+
+
 class TransformerConfig(BaseModel):
     """A decoder-only transformer: GPT, Llama and BLOOM are choices of these keys."""
 

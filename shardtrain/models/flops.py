@@ -31,7 +31,12 @@ def head_in_layers(config: TransformerConfig, vocab_size: int, length: int) -> f
 
 
 def training_flops_per_token(
-    config: TransformerConfig, *, vocab_size: int, length: int, causal: bool = False
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    length: int,
+    causal: bool = False,
+    frozen: bool = False,
 ) -> int:
     """FLOPs of forward and backward for one token.
 
@@ -44,9 +49,13 @@ def training_flops_per_token(
         length: tokens of a sequence.
         causal: count only the half of attention that a causal mask leaves. The default counts it in
             full, as most published figures do.
+        frozen: the matrices have no gradient, which leaves 4 for each parameter; adapters are not
+            counted.
     """
     attention = 12 * config.num_layers * config.num_heads * config.head_size * length
-    return 6 * matrix_parameters(config, vocab_size) + attention // (2 if causal else 1)
+    return (4 if frozen else 6) * matrix_parameters(config, vocab_size) + attention // (
+        2 if causal else 1
+    )
 
 
 def training_flops_per_image(

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from shardtrain.models.config import GATED, TransformerConfig
+from shardtrain.models.lora import Matrix
 from shardtrain.ops.activation import gelu, gelu_tanh
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
@@ -47,6 +48,15 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
 }
+
+
+MATRICES: Mapping[str, Matrix] = {
+    "attention/qkv": Matrix(),
+    "attention/out": Matrix(contract=3),
+    "mlp/up": Matrix(),
+    "mlp/down": Matrix(transposed=True),
+}
+"""The matrices of a layer, which LoRA may change, by path; each goes through `dense`."""
 
 
 class Attend(Protocol):

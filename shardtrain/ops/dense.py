@@ -8,6 +8,7 @@ Does not own: where operands lie; it never moves data and calls no `shard_map`.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from shardtrain.ops.fp8 import (
 )
 from shardtrain.ops.platform import platform
 from shardtrain.ops.sums import sum_dtype
-from shardtrain.sharding.rules import current
+from shardtrain.sharding.rules import constrain, current
 from shardtrain.strategies.model_state import TENSORS
 from shardtrain.strategies.remat import PRODUCT
 
@@ -46,6 +47,26 @@ class Phrasing(NamedTuple):
     ask 16-bit products for 32-bit results (CPU, one device)."""
 
 
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["base", "down", "up"], meta_fields=["scale"]
+)
+@dataclass(frozen=True)
+class LowRank:
+    """A frozen weight and a trained change of low rank: `W + scale A B` (arXiv 2106.09685).
+
+    Its product is made of three, so that no gradient of the weight's size is ever made or reduced,
+    and in 16 bits a change smaller than the weight's last bit is not rounded away.
+    """
+
+    base: Float[Array, "..."]
+    """As `dense` takes a weight."""
+    down: Float[Array, "... rank"]
+    """A: [*in, rank]."""
+    up: Float[Array, "rank ..."]
+    """B: [rank, *out]."""
+    scale: float
+
+
 def phrasing() -> Phrasing:
     """Chooses by the platform of the active mesh, or of the default device outside of rules."""
     active = current()
@@ -58,23 +79,26 @@ def phrasing() -> Phrasing:
 
 def dense(
     x: Float[Array, "batch length ..."],
-    w: Float[Array, "..."],
+    w: Float[Array, "..."] | LowRank,
     *,
     contract: int = 1,
     bias: Float[Array, "..."] | None = None,
     transposed: bool = False,
     wide: bool = False,
+    frozen: bool = False,
 ) -> Float[Array, "batch length ..."]:
     """Multiplies activations by a weight: `y[b, t, *out] = x[b, t, *in] w[*in, *out] + bias[*out]`.
 
     Args:
         x: activations [batch, length, *in].
-        w: the weight [*in, *out]; each dim may be split over devices.
+        w: the weight [*in, *out]; each dim may be split over devices. Or one with a change of low
+            rank; only that has a gradient.
         contract: number of dims of `in`.
         bias: added to the product, [*out].
         transposed: whether `w` is [*out, *in]. A weight with fewer outputs than inputs is best kept
             so: its gradient is 1.25 times as fast on CPU.
         wide: whether to return the sums as they are held, and not rounded to the dtype of `x`.
+        frozen: whether the weight has no gradient: then its product is not even written.
 
     Returns:
         [batch, length, *out] in the dtype of `x`, or of at least 32 bits with `wide`. Sums are held
@@ -84,6 +108,11 @@ def dense(
         >>> dense(jnp.ones((1, 2, 3)), jnp.ones((3, 4)), bias=jnp.ones(4)).shape
         (1, 2, 4)
     """
+    if isinstance(w, LowRank):
+        product = partial(dense, contract=contract, transposed=transposed, wide=wide)
+        y = product(x, w.base, bias=bias, frozen=True)
+        narrow = constrain(dense(x, w.down, contract=contract), "batch", "length", "rank")
+        return y + dense(narrow * jnp.asarray(w.scale, x.dtype), w.up, wide=wide)
     first = w.ndim - contract if transposed else 0
     assert x.shape[2:] == w.shape[first : first + contract], (x.shape, w.shape, contract)
     how = phrasing()
@@ -103,7 +132,8 @@ def dense(
     bias = None if bias is None else bias.reshape(out)
     result = sum_dtype(x.dtype) if wide else x.dtype
     widen = how.canonical and x.dtype.itemsize == 2
-    static = Static(widen, len(inner), transposed, x.dtype, result, platform() != "cpu")
+    eight = platform() != "cpu"
+    static = Static(widen, len(inner), transposed, x.dtype, result, eight, frozen)
     layer = current_layer()
     if layer is None:
         y = _dense(static, x, w, bias)
@@ -125,6 +155,8 @@ class Static(NamedTuple):
     result: Any
     eight: bool
     """Whether products in fp8 take operands of 8 bits; on CPU they take the same numbers wider."""
+    frozen: bool
+    """Whether the weight has no gradient."""
 
     def inner(self, w: jax.Array) -> Dims:
         """Dims of the weight that the product sums over."""
@@ -152,10 +184,13 @@ def _forward(
 
 def _backward(
     static: Static, residuals: Residuals, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, bias = residuals
     sums = _bias_gradient(g, bias)
-    dx, dw = _backward_products(static, x, w, g.astype(x.dtype))
+    g = g.astype(x.dtype)
+    if static.frozen:
+        return _input_gradient(static, w, g).astype(x.dtype), None, sums
+    dx, dw = _backward_products(static, x, w, g)
     return dx.astype(x.dtype), dw.astype(w.dtype), sums
 
 
@@ -173,12 +208,17 @@ def _backward_products(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of both operands."""
     lead = tuple(range(x.ndim - static.contract))
-    last = tuple(range(len(lead), g.ndim))
-    dx = _dot(g, w, last, static.outer(w), jnp.float32 if static.widen else static.dtype)
+    dx = _input_gradient(static, w, g)
     left, right = (g, x) if static.transposed else (x, g)
     if static.widen:
         return dx, _canonical_gradient(left, right)
     return dx, _dot(left, right, lead, lead, static.dtype)
+
+
+def _input_gradient(static: Static, w: jax.Array, g: jax.Array) -> jax.Array:
+    outer = static.outer(w)
+    last = tuple(range(g.ndim - len(outer), g.ndim))
+    return _dot(g, w, last, outer, jnp.float32 if static.widen else static.dtype)
 
 
 def _with_bias(static: Static, y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -23,15 +23,18 @@ Transform: TypeAlias = optax.GradientTransformation
 def is_matrix(names: Names) -> bool:
     """Whether a leaf is a matrix or an embedding, and so is decayed: `embed` and another axis.
 
+    So is either half of a change of low rank.
     A stacked norm scale is [layers, embed] and a stacked bias [layers, mlp]: their number of dims
     would not tell.
     """
+    if "rank" in names:
+        return True
     return "embed" in names and any(name not in ("embed", "layers") for name in names)
 
 
 def is_hidden_matrix(names: Names) -> bool:
-    """Whether a leaf is a matrix of the stack (Muon leaves embeddings and head to AdamW)."""
-    return is_matrix(names) and "layers" in names
+    """Whether Muon takes a leaf: a matrix of the stack, and no half of a change of low rank."""
+    return is_matrix(names) and "layers" in names and "rank" not in names
 
 
 def _map_names(function: Callable[[Names], Any], names: PyTree) -> PyTree:

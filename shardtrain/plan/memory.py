@@ -128,7 +128,7 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     """Microbatches one after another, each through all layers."""
     pieces, samples = workload.pieces(layout), workload.samples(layout)
     narrow, wide = _itemsizes(workload)
-    entries, layers = state.entries, workload.model.num_layers
+    entries, weights, layers = state.entries, state.weights, workload.model.num_layers
     kept = workload.kept(layout)
     activations = layers * samples * kept.device + _IN_FLIGHT * samples * kept.host
     made = narrow * (entries.split if layout.zero >= 1 else entries.used)
@@ -140,14 +140,14 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     if layout.microbatches > 1:
         made = narrow * (entries.split if layout.zero >= 2 else entries.used)
         sums = wide * (entries.split if layout.zero >= 2 else entries.used)
-    layer_weights = narrow * entries.layers / layers
     # One layer's gradients before they are reduced; with ZeRO 3 its gathered weights.
-    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
-    work += layer_weights if layout.zero >= 3 else 0.0
+    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples
+    work += narrow * entries.layers / layers
+    work += narrow * weights.layers / layers if layout.zero >= 3 else 0.0
     # The layer in work and the one that comes; the gradient above is that of one more.
     work += 2 * state.away / layers
     head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
-    head += narrow * entries.ends if layout.zero >= 3 else 0.0
+    head += narrow * weights.ends if layout.zero >= 3 else 0.0
     # Gradients of the layers are made after the head is done with its scores.
     if head > made + work:
         return _Held(sums, activations, head, 0.0)
@@ -158,7 +158,7 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     """Microbatches through stages: what lies in slots, sums in wide numbers, one piece of work."""
     pieces, samples = workload.pieces(layout), workload.samples(layout)
     narrow, wide = _itemsizes(workload)
-    entries = state.entries
+    entries, weights = state.entries, state.weights
     spread = workload.spread(layout)
     places = spread.virtual_stages * spread.num_slots
 
@@ -170,11 +170,11 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     streams = (slots("activation") + slots("gradient") + 2) * pieces.activation
     activations = samples * (kept * spread.num_slots + streams)
     sums = wide * (entries.split if layout.zero >= 2 else entries.used)
-    layer_weights = narrow * entries.layers / places
-    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples + layer_weights
-    work += layer_weights if layout.zero >= 3 else 0.0
+    work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples
+    work += narrow * entries.layers / places
+    work += narrow * weights.layers / places if layout.zero >= 3 else 0.0
     head = (pieces.head.peak - pieces.head_sums + 2 * pieces.activation) * samples
-    head += pieces.head_sums + narrow * entries.ends
+    head += pieces.head_sums + narrow * weights.ends
     if head > work:
         return _Held(sums, activations, head, 0.0)
     return _Held(sums, activations, 0.0, work)

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardtrain.data.language import blank_batch
 from shardtrain.plan.work import Work, trace, work_of
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import LAYERS
 from shardtrain.sharding.rules import one_of_many
 from shardtrain.strategies.layer_vjp import LayerVjp
@@ -96,17 +97,16 @@ def trace_pieces(program: Program, shapes: Shapes, policy: str) -> Pieces:
     residual = shapes.length // (shapes.tensor if shapes.sequence_parallel else 1)
     sizes = {"length": shapes.length, "residual_length": residual}
     with one_of_many(shapes.platform, sizes, {"context": shapes.context}):
-        return _traced(cut, _params(program), shapes, policy)
+        placement, dtype = program.placement, program.policy.compute
+        trained, frozen = (
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+            for tree in (placement.shapes, placement.frozen_shapes)
+        )
+        return _traced(cut, trained, frozen, shapes, policy)
 
 
-def _params(program: Program) -> PyTree:
-    dtype = program.policy.compute
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), program.placement.shapes
-    )
-
-
-def _traced(cut: Cut, params: PyTree, shapes: Shapes, policy: str) -> Pieces:
+def _traced(cut: Cut, trained: PyTree, frozen: PyTree, shapes: Shapes, policy: str) -> Pieces:
+    params = joined(trained, frozen)
     batch = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
         blank_batch(1, shapes.length, separate_documents=shapes.separate_documents),
@@ -122,29 +122,33 @@ def _traced(cut: Cut, params: PyTree, shapes: Shapes, policy: str) -> Pieces:
     # Functions of their own: jax remembers shapes by function, and these depend on the rules.
     context = jax.eval_shape(context_of, params, batch, key)
     x = jax.eval_shape(embedded, params, batch, context)
-    weights = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS]
+    weights = tuple(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+        for layers in (trained[LAYERS], frozen[LAYERS] if frozen else ())
     )
-    ends = {name: part for name, part in params.items() if name != LAYERS}
+    ends, fixed = (
+        {name: part for name, part in dict(tree).items() if name != LAYERS}
+        for tree in (trained, frozen)
+    )
 
-    def whole(ends: PyTree) -> PyTree:
-        return {**ends, LAYERS: params[LAYERS]}
+    def whole(ends: PyTree, fixed: PyTree) -> PyTree:
+        return {**joined(ends, fixed), LAYERS: params[LAYERS]}
 
-    def embed(ends: PyTree, batch: PyTree, context: PyTree, g: jax.Array) -> PyTree:
-        y, pull = jax.vjp(lambda e: cut.embed(whole(e), batch, context), ends)
+    def embed(ends: PyTree, fixed: PyTree, batch: PyTree, context: PyTree, g: jax.Array) -> PyTree:
+        y, pull = jax.vjp(lambda e: cut.embed(whole(e, fixed), batch, context), ends)
         return y, pull(g)
 
-    def head(ends: PyTree, x: jax.Array, batch: PyTree) -> PyTree:
+    def head(ends: PyTree, fixed: PyTree, x: jax.Array, batch: PyTree) -> PyTree:
         def loss(ends: PyTree, x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.stack(jax.tree.leaves(cut.head(whole(ends), x, batch))))
+            return jnp.sum(jnp.stack(jax.tree.leaves(cut.head(whole(ends, fixed), x, batch))))
 
         return jax.value_and_grad(loss, argnums=(0, 1))(ends, x)
 
-    head_work = work_of(trace(head, ends, x, batch))
-    two = work_of(trace(head, ends, *jax.tree.map(_doubled, (x, batch))))
+    head_work = work_of(trace(head, ends, fixed, x, batch))
+    two = work_of(trace(head, ends, fixed, *jax.tree.map(_doubled, (x, batch))))
     return Pieces(
         layer=_layer(remat(policy)(cut.layer), weights, x, context, shapes.split),
-        embed=work_of(trace(embed, ends, batch, context, x)),
+        embed=work_of(trace(embed, ends, fixed, batch, context, x)),
         head=head_work,
         head_sums=max(2 * head_work.peak - two.peak, 0.0),
         activation=nbytes(x),
@@ -154,15 +158,20 @@ def _traced(cut: Cut, params: PyTree, shapes: Shapes, policy: str) -> Pieces:
 
 
 def _layer(
-    layer: Callable[..., Any], weights: PyTree, x: Any, context: PyTree, split: bool
+    layer: Callable[..., Any],
+    weights: tuple[PyTree, ...],
+    x: Any,
+    context: PyTree,
+    split: bool,
 ) -> Layer:
     index = jax.ShapeDtypeStruct((), jnp.uint32)
-    vjp = LayerVjp(layer, weights, index, x, context)
+    trained, frozen = weights
+    vjp = LayerVjp(layer, trained, index, x, context, frozen=frozen)
     forward = work_of(trace(vjp.forward, weights, index, x, context))
     backward = work_of(trace(vjp.backward, weights, index, vjp.kept, x, context))
     pending, share = 0, 0.0
     if split:
-        cut = LayerVjp(layer, weights, index, x, context, split=True)
+        cut = LayerVjp(layer, trained, index, x, context, split=True, frozen=frozen)
         first = work_of(trace(cut.backward, weights, index, cut.kept, x, context))
         pending, share = sum(map(nbytes, cut.pending)), 1 - first.flops / backward.flops
     return Layer(

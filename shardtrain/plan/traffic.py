@@ -161,7 +161,8 @@ Row = tuple[Kind, tuple[str, ...], float, float, bool]
 
 
 def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
-    policy, entries = workload.program.policy, workload.state(layout).entries
+    policy, state = workload.program.policy, workload.state(layout)
+    entries, weights = state.entries, state.weights
     summed = layout.microbatches > 1 or layout.pipeline > 1 or policy.reduces_wider
     narrow = jnp.dtype(policy.compute).itemsize
     wide = jnp.dtype(policy.reduce_dtype(summed=summed)).itemsize
@@ -197,9 +198,9 @@ def _of_data(workload: Workload, layout: Layout) -> Iterator[Row]:
     # and so does a layer of which only the running program knows whether it is in fp8.
     words = policy.words
     is_eight = words.products and layout.pipeline == 1 and not (words.first or words.last)
-    yield "all-gather", shards, (1 if is_eight else narrow) * entries.layers, 2 * times, True
+    yield "all-gather", shards, (1 if is_eight else narrow) * weights.layers, 2 * times, True
     # XLA gathers the ends once for all microbatches, a pipeline for each that uses them.
-    yield "all-gather", shards, narrow * entries.ends, times if layout.pipeline > 1 else 1, True
+    yield "all-gather", shards, narrow * weights.ends, times if layout.pipeline > 1 else 1, True
 
 
 def _split(layout: Layout, row: Row) -> bool:

@@ -285,19 +285,22 @@ class Workload:
 
     def _rest(self, layout: Layout, rows: int) -> "State":
         placement, policy = self.placement(layout, rows), self.program.policy
-        entries = _entries(placement)
+        entries, weights = _entries(placement), _entries(placement.all)
         if self.rough:
-            return self._by_the_entry(layout, entries)
-        params, masters = (
-            jax.tree.map(lambda a, t=dtype: jax.ShapeDtypeStruct(a.shape, t), placement.shapes)
-            for dtype in (policy.params, policy.master)
+            return self._by_the_entry(layout, entries, weights)
+        every, masters = (
+            jax.tree.map(lambda a, t=dtype: jax.ShapeDtypeStruct(a.shape, t), shapes)
+            for shapes, dtype in (
+                (placement.all.shapes, policy.params),
+                (placement.shapes, policy.master),
+            )
         )
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
         device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
         averages = jax.eval_shape(lambda master: self.program.kept.init(master, {}), masters)
         beside = tree_bytes(averages, placement.beside(averages))
-        on_device, away = bytes_by_memory(params, placement.params)
+        on_device, away = bytes_by_memory(every, placement.all.params)
         return State(
             parameters=sum(on_device.values()),
             optimizer=sum(device.values()) + beside,
@@ -305,14 +308,15 @@ class Workload:
             host=sum(host.values()),
             away=sum(away.values()),
             entries=entries,
+            weights=weights,
         )
 
-    def _by_the_entry(self, layout: Layout, entries: "Entries") -> "State":
+    def _by_the_entry(self, layout: Layout, entries: "Entries", weights: "Entries") -> "State":
         """The state as if each entry of a parameter cost the same."""
         one = self._one
         resting = entries.split if layout.zero >= 1 else entries.used
         share = resting / one.entries.used
-        used = (entries.split if layout.zero >= 3 else entries.used) / one.entries.used
+        used = (weights.split if layout.zero >= 3 else weights.used) / one.weights.used
         return State(
             parameters=round(used * one.parameters),
             optimizer=round(share * one.optimizer),
@@ -320,6 +324,7 @@ class Workload:
             host=round(share * one.host),
             away=round(used * one.away),
             entries=entries,
+            weights=weights,
         )
 
     @cached_property
@@ -330,7 +335,7 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, padding of tables counted in."""
-        return self._one.entries.used
+        return self._one.weights.used
 
     def placement(self, layout: Layout, rows: int) -> Placement:
         """Where the parameters rest, with so many rows of layers."""
@@ -338,17 +343,25 @@ class Workload:
         compute = compute_table(
             sequence_parallel=layout.sequence_parallel, overrides=self.rules or None
         )
-        layers = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), own.shapes[LAYERS]
-        )
+
+        def with_rows(shapes: PyTree) -> PyTree:
+            if shapes == ():
+                return ()
+            layers = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), shapes[LAYERS]
+            )
+            return {**shapes, LAYERS: layers}
+
         return Placement(
             mesh=abstract_mesh(layout.degrees, self.platform),
             compute=compute,
             stored=stored_table(compute),
             zero=layout.zero,
             names=own.names,
-            shapes={**own.shapes, LAYERS: layers},
+            shapes=with_rows(own.shapes),
             tiers=own.tiers,
+            frozen_names=own.frozen_names,
+            frozen_shapes=with_rows(own.frozen_shapes),
         )
 
 
@@ -405,6 +418,9 @@ class State:
     away: int
     """Parameters that rest there."""
     entries: "Entries"
+    """Of parameters that are trained."""
+    weights: "Entries"
+    """Of all parameters."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ whoever asks before there is one. It knows no model and no optimizer.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.rules import Table
 from shardtrain.sharding.tiers import HOST, Tiers
 
@@ -128,6 +129,31 @@ class Placement:
     """A `jax.ShapeDtypeStruct` for every parameter."""
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
     """What of the optimizer's state is in the memory of the host."""
+    frozen_names: PyTree = ()
+    """Names of parameters that are not trained: they have no gradient and no optimizer state."""
+    frozen_shapes: PyTree = ()
+
+    @property
+    def frozen(self) -> "Placement":
+        """Where parameters that are not trained rest: under the same tables."""
+        return replace(
+            self,
+            names=self.frozen_names,
+            shapes=self.frozen_shapes,
+            frozen_names=(),
+            frozen_shapes=(),
+        )
+
+    @property
+    def all(self) -> "Placement":
+        """Where every parameter of the model rests, trained or not."""
+        return replace(
+            self,
+            names=joined(self.names, self.frozen_names),
+            shapes=joined(self.shapes, self.frozen_shapes),
+            frozen_names=(),
+            frozen_shapes=(),
+        )
 
     def resting(self, *, stored: bool) -> PyTree:
         """A `Resting` for every parameter, under one table or the other."""

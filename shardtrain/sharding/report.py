@@ -62,6 +62,7 @@ def report(
     opt_state: PyTree,
     gradient_dtype: Any,
     model_state: PyTree = (),
+    frozen: PyTree = (),
 ) -> Report:
     """Counts what one device holds.
 
@@ -71,6 +72,7 @@ def report(
         opt_state: shapes and dtypes of the optimizer's state.
         gradient_dtype: dtype in which the whole step's gradient exists.
         model_state: shapes and dtypes of what is kept beside.
+        frozen: shapes and dtypes of parameters that are not trained.
     """
     device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
     by_owner: dict[str, int] = {}
@@ -97,6 +99,7 @@ def report(
         )
         for path, leaf in shapes.items()
     )
+    rows += _frozen_rows(placement.frozen, frozen)
     return Report(
         rows=rows,
         parameters=sum(row.parameters for row in rows),
@@ -104,4 +107,25 @@ def report(
         optimizer=sum(device.values()),
         host=sum(host.values()),
         beside=tree_bytes(model_state, placement.beside(model_state)),
+    )
+
+
+def _frozen_rows(placement: Placement, frozen: PyTree) -> tuple[Row, ...]:
+    """Parameters without gradients and optimizer state."""
+    names, resting = names_by_path(placement.names), placement.resting(stored=placement.zero >= 3)
+    notes = dict(leaves_by_path(resting))
+    shardings = dict(leaves_by_path(placement.params))
+    return tuple(
+        Row(
+            path=path,
+            names=names[path],
+            shape=leaf.shape,
+            spec=tuple(shardings[path].spec),
+            stored_spec=tuple(shardings[path].spec),
+            note=", ".join(filter(None, ("frozen", notes[path].note))),
+            parameters=bytes_per_device(leaf.shape, leaf.dtype, shardings[path]),
+            gradients=0,
+            optimizer=0,
+        )
+        for path, leaf in leaves_by_path(frozen)
     )

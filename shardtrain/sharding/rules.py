@@ -37,6 +37,7 @@ AXES = {
     "kernel": "height and width of a convolution's window",
     "channels": "channels that a convolution reads (those that it makes are `embed`)",
     "classes": "classes of images",
+    "rank": "inner width of a weight's change of low rank (LoRA)",
 }
 """The vocabulary: the words for shapes in signatures, in sharding rules and in the docs."""
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import DATA_AXES, data_axes, data_degree
 from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import MAPPED, mapped_over
-from shardtrain.strategies.offload import FetchedStack, joined, split
+from shardtrain.strategies.offload import FetchedStack, split, with_resting
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.parts import Evaluation, Gradients, Parts, Sums
 from shardtrain.strategies.precision import Policy
@@ -57,9 +58,9 @@ class Accumulation:
         def loss(
             trained: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
         ) -> tuple[jax.Array, Sums]:
-            (seeds, key, variables), away = shared
-            params, stack = joined(trained, away), self._stack(placement, trained)
-            sums = parts.sums(params, inputs, variables, batch, key, stack)
+            (seeds, key, variables, frozen), away = shared
+            params, stack = with_resting(trained, away), self._stack(placement, trained)
+            sums = parts.sums(joined(params, frozen), inputs, variables, batch, key, stack)
             value = parts.value(sums, seeds)
             return value, {**sums, "loss": value}
 

@@ -15,12 +15,15 @@ from typing import Any
 
 import jax
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.strategies import traced
 
 PyTree = Any
 Arrays = list[jax.Array]
 Layer = Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
 """(weights, index, x, context) -> y."""
+Weights = tuple[PyTree, PyTree]
+"""One layer's parameters: those that are trained, and the others, which have no gradient."""
 
 
 @dataclass(eq=False)
@@ -29,7 +32,7 @@ class LayerVjp:
 
     layer: Layer
     weights: PyTree
-    """Shapes of one layer's parameters."""
+    """Shapes of one layer's parameters that have a gradient."""
     index: Any
     """Shape of its index."""
     x: Any
@@ -40,6 +43,8 @@ class LayerVjp:
     """Whether there is a backward at all; without, nothing is kept."""
     split: bool = False
     """Whether gradients of matrices are a function of their own, for later."""
+    frozen: PyTree = ()
+    """Shapes of the layer's parameters that have no gradient."""
 
     kept: list[Any] = field(init=False, default_factory=list)
     """Shapes of what a forward keeps for its backward."""
@@ -61,18 +66,18 @@ class LayerVjp:
     # -- the functions
 
     def forward(
-        self, weights: PyTree, index: jax.Array, x: jax.Array, context: PyTree
+        self, weights: Weights, index: jax.Array, x: jax.Array, context: PyTree
     ) -> tuple[jax.Array, Arrays]:
         """The layer's output, and what is kept for its backward."""
         if not self.trains:
-            return self.layer(weights, index, x, context), []
+            return self.layer(joined(*weights), index, x, context), []
         known = jax.tree.leaves((weights, index, context))
         y, *kept = self._forward(*known, x)
         return y, kept
 
     def backward(
         self,
-        weights: PyTree,
+        weights: Weights,
         index: jax.Array,
         kept: Sequence[jax.Array],
         g: jax.Array,
@@ -88,7 +93,7 @@ class LayerVjp:
 
     def late_gradients(
         self,
-        weights: PyTree,
+        weights: Weights,
         index: jax.Array,
         kept: Sequence[jax.Array],
         pending: Sequence[jax.Array],
@@ -100,19 +105,30 @@ class LayerVjp:
 
     # -- tracing
 
+    @property
+    def _known_weights(self) -> Weights:
+        """Shapes of all of the layer's parameters."""
+        return self.weights, self.frozen
+
     def _find_kept(self) -> None:
         """Sorts what the backward function holds: what is there again, and what must be kept."""
-        known = (self.weights, self.index, self.context)
+        known = (self._known_weights, self.index, self.context)
 
         def pull(known: PyTree, x: jax.Array) -> tuple[jax.Array, Arrays]:
-            weights, index, context = known
-            y, pull = jax.vjp(lambda w, x: self.layer(w, index, x, context), weights, x)
+            (trained, frozen), index, context = known
+
+            def layer(trained: PyTree, x: jax.Array) -> jax.Array:
+                return self.layer(joined(trained, frozen), index, x, context)
+
+            y, pull = jax.vjp(layer, trained, x)
             leaves, self._treedef = jax.tree.flatten(pull)
             return y, leaves
 
         closed = traced.inline(jax.make_jaxpr(pull)(known, self.x))
         y, *leaves = closed.jaxpr.outvars
-        num_known, num_weights = (len(jax.tree.leaves(tree)) for tree in (known, self.weights))
+        num_known, num_weights = (
+            len(jax.tree.leaves(tree)) for tree in (known, self._known_weights)
+        )
         inputs = closed.jaxpr.invars
         changing = traced.needing(closed, range(num_weights, len(inputs)))
         sources = traced.sources(closed, (v for v in leaves if traced.is_one_of(v, changing)))
@@ -131,7 +147,7 @@ class LayerVjp:
 
     def _cut(self) -> None:
         """Cuts the backward: what the input's gradient needs, and products that can wait."""
-        known = jax.tree.leaves((self.weights, self.index, self.context))
+        known = jax.tree.leaves((self._known_weights, self.index, self.context))
         num_known, num_kept = len(known), len(self.kept)
 
         def backward(*args: jax.Array) -> tuple[jax.Array, ...]:

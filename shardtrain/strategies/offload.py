@@ -65,17 +65,17 @@ class FetchedStack:
 
         @jax.custom_vjp
         def run(_: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree) -> Any:
-            return cut.forward(self._fetch(resting), index, x, around)[0]
+            return cut.forward((self._fetch(resting), ()), index, x, around)[0]
 
         def forward(
             _: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree
         ) -> Any:
-            y, kept = cut.forward(self._fetch(resting), index, x, around)
+            y, kept = cut.forward((self._fetch(resting), ()), index, x, around)
             return y, (resting, index, kept, around)
 
         def backward(saved: Any, g: jax.Array) -> Any:
             resting, index, kept, around = saved
-            found, gx, _ = cut.backward(self._fetch(resting), index, kept, g, around)
+            found, gx, _ = cut.backward((self._fetch(resting), ()), index, kept, g, around)
             return jax.tree.unflatten(jax.tree.structure(weights), found), None, None, gx, None
 
         run.defvjp(forward, backward)
@@ -115,7 +115,7 @@ def split(placement: Placement, params: PyTree) -> tuple[PyTree, PyTree]:
     )
 
 
-def joined(trained: PyTree, away: PyTree) -> PyTree:
+def with_resting(trained: PyTree, away: PyTree) -> PyTree:
     """The parameters of both parts that `split` makes."""
     return jax.tree.map(
         lambda rest, leaf: leaf if rest is None else rest,

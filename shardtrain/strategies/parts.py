@@ -18,8 +18,11 @@ from shardtrain.strategies.stack import Stack
 PyTree = Any
 Sums = dict[str, PyTree]
 Gradients = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[Sums, PyTree, PyTree]]
-"""(params, inputs, batch, (seeds, key, variables)) -> (sums with the `loss`, gradients, what was
-seen); for a whole step. `inputs` are those of a `ModelState`."""
+"""(params, inputs, batch, (seeds, key, variables, frozen)) -> (sums with the `loss`, gradients,
+what was seen); for a whole step.
+
+`params` are those that are trained, `frozen` the others; a `Parts` takes both as one tree. `inputs`
+are those of a `ModelState`."""
 
 Evaluation = Callable[[PyTree, PyTree, PyTree], Sums]
 """(params, variables, batch) -> sums over a batch's microbatches."""
@@ -85,5 +88,5 @@ class Runner(Protocol):
         ...
 
     def evaluation(self, parts: Parts, placement: Placement) -> Evaluation:
-        """Sums over all microbatches, without dropout."""
+        """Sums over all microbatches, of all parameters, without dropout."""
         ...

@@ -75,8 +75,11 @@ class Pipeline:
             params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
         ) -> tuple[Sums, PyTree, PyTree]:
             assert not jax.tree.leaves(inputs), "refused with the config"
+            seeds, key, _, frozen = shared
             specs = (PartitionSpec(), manual_specs(placement.optimizer))
-            sums, grads = region.mapped(region.gradients, specs)(params, batch, shared)
+            rests = (placement.params, placement.frozen.params)
+            run = region.mapped(region.gradients, rests, specs)
+            sums, grads = run((params, frozen), batch, seeds, key)
             return sums, constrain_tree(grads, placement.optimizer), inputs
 
         return gradients
@@ -86,7 +89,9 @@ class Pipeline:
         region = _Region(self, parts, _cut(parts), placement, None)
 
         def sums(params: PyTree, _variables: PyTree, batch: PyTree) -> Sums:
-            found: Sums = region.mapped(region.sums, PartitionSpec())(params, batch)
+            found: Sums = region.mapped(region.sums, placement.all.params, PartitionSpec())(
+                params, batch
+            )
             return found
 
         return sums
@@ -113,8 +118,16 @@ class _Region:
     dtypes: Policy | None
     """None where there are no gradients."""
 
-    def mapped(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """A method below as a function of global arrays (params, batch, then whole ones)."""
+    def mapped(
+        self, function: Callable[..., Any], rests: PyTree, out_specs: Any
+    ) -> Callable[..., Any]:
+        """A method below as a function of global arrays (parameters, batch, then whole ones).
+
+        Args:
+            function: the method.
+            rests: shardings of the parameters.
+            out_specs: of what it returns.
+        """
 
         def run(*args: PyTree) -> Any:
             with manual_over(*MANUAL):
@@ -127,17 +140,18 @@ class _Region:
                 run,
                 mesh=self.placement.mesh,
                 axis_names=frozenset(MANUAL),
-                in_specs=(manual_specs(self.placement.params), samples, *whole),
+                in_specs=(manual_specs(rests), samples, *whole),
                 out_specs=out_specs,
                 check_vma=False,
             )(params, batch, *shared)
 
         return call
 
-    def gradients(self, params: PyTree, batch: PyTree, shared: PyTree) -> tuple[Sums, PyTree]:
-        """Sums and gradients of a step."""
-        seeds, key, _ = shared
-        shard = Shard(self.placement, params, self.dtypes)
+    def gradients(
+        self, weights: tuple[PyTree, PyTree], batch: PyTree, seeds: PyTree, key: PyTree
+    ) -> tuple[Sums, PyTree]:
+        """Sums and gradients of a step; `weights` are those that are trained, and the others."""
+        shard = Shard(self.placement, *weights, self.dtypes)
         stage = self._stage(
             self.pipeline.schedule,
             shard,
@@ -152,7 +166,7 @@ class _Region:
         """Sums of a step, by the table's forwards alone."""
         schedule = self.pipeline.schedule
         forwards = with_slots(schedule.name, without_backward(schedule.work))
-        shard = Shard(self.placement, params, self.dtypes)
+        shard = Shard(self.placement.all, params, (), self.dtypes)
         return _everywhere(self._stage(forwards, shard, batch=batch, key=None, value=None).run()[0])
 
     def _stage(self, schedule: Schedule, shard: Shard, **step: Any) -> Stage:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
 from shardtrain.sharding.placement import LAYERS, Placement, mesh_axes
 from shardtrain.sharding.rules import current
@@ -69,33 +70,47 @@ class Shard:
     placement: Placement
     params: PyTree
     """As they rest here; the layers of this stage, and whatever else there is (the ends)."""
+    frozen: PyTree
+    """Parameters that are not trained, likewise."""
     dtypes: Policy | None
     """What gradients are added up in and cross the network in; None where there are none."""
 
     # -- parameters
 
     def ends(self) -> PyTree:
-        """The parameters that belong to no layer, gathered for use."""
-        dims = _without_layers(self._dims)
-        return jax.tree.map(
-            lambda p, d: _gather(p, d.params, d.others), _without_layers(self.params), dims
-        )
+        """The parameters that are trained and belong to no layer, gathered for use."""
+        return _gathered_ends(self.params, self._dims)
 
     def whole(self, ends: PyTree) -> PyTree:
         """All parameters, from the ends."""
-        return {**ends, LAYERS: self.params[LAYERS]}
+        frozen = self.frozen
+        if frozen != ():
+            frozen = {
+                **_gathered_ends(frozen, self._frozen_dims),
+                LAYERS: frozen[LAYERS],
+            }
+        return joined({**ends, LAYERS: self.params[LAYERS]}, frozen)
 
-    def layer(self, place: Any) -> PyTree:
-        """One layer's parameters, gathered for use."""
+    def layer(self, place: Any) -> tuple[PyTree, PyTree]:
+        """One layer's parameters, gathered for use: those that are trained, and the others."""
 
         def use(leaf: jax.Array, dims: Dims) -> jax.Array:
             return _gather(leaf, dims.of_entry.params, dims.of_entry.others)
 
-        rows = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False),
-            self.params[LAYERS],
+        def row(leaf: jax.Array) -> jax.Array:
+            own: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
+            return own
+
+        trained = fetched(self.placement, jax.tree.map(row, self.params[LAYERS]))
+        frozen = jax.tree.map(row, _layers(self.frozen))
+        return (
+            jax.tree.map(use, trained, self._dims[LAYERS]),
+            jax.tree.map(use, frozen, _layers(self._frozen_dims)),
         )
-        return jax.tree.map(use, fetched(self.placement, rows), self._dims[LAYERS])
+
+    def resting(self) -> PyTree:
+        """All parameters, as they rest."""
+        return joined(self.params, self.frozen)
 
     def gathered(self) -> PyTree:
         """All parameters, the ends gathered for use."""
@@ -170,16 +185,37 @@ class Shard:
 
     @cached_property
     def _dims(self) -> PyTree:
-        """`Dims` of every parameter."""
-        placement = self.placement
-        trees = (placement.params, placement.gradients, placement.optimizer)
+        """`Dims` of every parameter that is trained."""
+        return _dims_of(self.placement)
 
-        def dims(
-            computed: NamedSharding, params: NamedSharding, grads: NamedSharding, opt: NamedSharding
-        ) -> Dims:
-            return Dims(_data_dim(params), _data_dim(grads), _data_dim(opt), _others(computed))
+    @cached_property
+    def _frozen_dims(self) -> PyTree:
+        """`Dims` of the others."""
+        return _dims_of(self.placement.frozen)
 
-        return jax.tree.map(dims, placement.computed, *trees)
+
+def _dims_of(placement: Placement) -> PyTree:
+    """`Dims` of every parameter of a placement."""
+    trees = (placement.params, placement.gradients, placement.optimizer)
+
+    def dims(
+        computed: NamedSharding, params: NamedSharding, grads: NamedSharding, opt: NamedSharding
+    ) -> Dims:
+        return Dims(_data_dim(params), _data_dim(grads), _data_dim(opt), _others(computed))
+
+    return jax.tree.map(dims, placement.computed, *trees)
+
+
+def _gathered_ends(params: PyTree, dims: PyTree) -> PyTree:
+    """Parameters that belong to no layer, gathered for use."""
+    return jax.tree.map(
+        lambda p, d: _gather(p, d.params, d.others), _without_layers(params), _without_layers(dims)
+    )
+
+
+def _layers(tree: PyTree) -> PyTree:
+    """The layers of a tree; nothing of an empty one."""
+    return tree[LAYERS] if tree != () else ()
 
 
 def _without_layers(tree: PyTree) -> PyTree:

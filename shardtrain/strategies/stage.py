@@ -97,14 +97,16 @@ class Stage:
             part,
             context,
         )
+        trained, frozen = jax.eval_shape(self.shard.layer, 0)
         self.vjp = LayerVjp(
             model.layer,
-            jax.eval_shape(self.shard.layer, 0),
+            trained,
             jax.ShapeDtypeStruct((), jnp.uint32),
             self.hidden,
             context,
             trains=self.trains,
             split=self.work.split,
+            frozen=frozen,
         )
 
     def run(self) -> tuple[Sums, Arrays, PyTree]:
@@ -280,7 +282,7 @@ class Stage:
     def microbatch(self, index: jax.Array) -> tuple[PyTree, PyTree]:
         """One microbatch of this data shard, and what every layer reads of it."""
         part = jax.tree.map(lambda leaf: at(leaf, index), self.model.batch)
-        return part, self.model.cut.context(self.shard.params, part, self.model.key)
+        return part, self.model.cut.context(self.shard.resting(), part, self.model.key)
 
     def embed(self, params: PyTree, part: PyTree, context: PyTree) -> jax.Array:
         """The first layer's input."""

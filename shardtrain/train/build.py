@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import Placement, constrain_tree
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import Tiers
@@ -38,7 +40,7 @@ from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
-from shardtrain.train.kept import EMA, Kept, for_evaluation, joined
+from shardtrain.train.kept import EMA, Kept, for_evaluation, together
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
     Metrics,
@@ -92,6 +94,8 @@ class Program:
     """What the loss is multiplied by."""
     kept: Kept = Kept()  # noqa: RUF009  # frozen
     """What is kept beside the parameters."""
+    training: Training = Everything()  # noqa: RUF009  # frozen
+    """Which parameters are trained."""
 
     # -- shapes and placements
 
@@ -118,18 +122,25 @@ class Program:
         names = nnx.to_pure_dict(nnx.from_flat_state(flat))
         layout = self.layout
         stacked = partial(jax.eval_shape, self.order.stack)
+        shapes = map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names))
+        trained, frozen = self.training.split(names)
+        trained_shapes, frozen_shapes = self.training.split(shapes)
         return Placement(
             mesh=layout.mesh,
             compute=layout.compute,
             stored=stored_table(layout.compute),
             zero=layout.zero,
-            names=names,
-            shapes=map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names)),
+            names=trained,
+            shapes=trained_shapes,
             tiers=layout.tiers,
+            frozen_names=frozen,
+            frozen_shapes=frozen_shapes,
         )
 
     @staticmethod
     def _stacked_params(names: PyTree) -> PyTree:
+        if names == ():  # no parameters, and not one without dims
+            return ()
         return jax.tree.map(is_stacked, names, is_leaf=lambda node: isinstance(node, tuple))
 
     @cached_property
@@ -159,7 +170,8 @@ class Program:
             key=no,
             skipped=no,
             loss_scale=scale,
-            model_state=joined(model_state, handed_on),
+            model_state=together(model_state, handed_on),
+            frozen=self._stacked_params(self.placement.frozen_names),
         )
 
     @cached_property
@@ -227,20 +239,23 @@ class Program:
     def _model(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
             # Drawn wide, then rounded: the same values whatever they rest in.
-            return self.create(self.policy.wide, nnx.Rngs(params=key))
+            create = self.training.model(self.create)
+            return create(self.policy.wide, nnx.Rngs(params=key))
 
-    def _drawn(self) -> tuple[PyTree, PyTree]:
-        """Initial parameters, in model order, and initial variables of the model."""
+    def _drawn(self) -> tuple[PyTree, PyTree, PyTree]:
+        """Initial parameters, trained and frozen, in model order, and the model's variables."""
         model = self._model(jax.random.fold_in(jax.random.key(self.seed), 0))
-        return split(model)[1:]
+        _, params, variables = split(model)
+        return (*self.training.split(params), variables)
 
     def _init(self) -> TrainState:
         return self._first_state(*self._drawn())
 
-    def _first_state(self, master: PyTree, variables: PyTree) -> TrainState:
+    def _first_state(self, master: PyTree, frozen: PyTree, variables: PyTree) -> TrainState:
         """The state before the first update, of parameters in model order."""
         key = jax.random.key(self.seed)
-        master = self._stacked_at_rest(cast(master, self.policy.master))
+        master = self._stacked_at_rest(cast(master, self.policy.master), self.placement)
+        frozen = self._stacked_at_rest(frozen, self.placement.frozen)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
@@ -249,14 +264,16 @@ class Program:
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
-            model_state=joined(self.kept.init(master, variables), self.handing_on.init()),
+            model_state=together(self.kept.init(master, variables), self.handing_on.init()),
+            frozen=cast(frozen, self.policy.compute),
         )
 
-    def _stacked_at_rest(self, master: PyTree) -> PyTree:
+    def _stacked_at_rest(self, master: PyTree, placement: Placement) -> PyTree:
         """Initial parameters in the order of the stack, born split over the stages."""
         order, mesh = self.order, self.layout.mesh
+        stacked = self._stacked_params(placement.names)
         if order.is_model_order or isinstance(mesh, AbstractMesh):
-            return self.in_stack_order(master)
+            return map_stacked(order.stack, master, stacked)
 
         def move(leaf: jax.Array, target: NamedSharding, stacked: bool) -> jax.Array:
             if not stacked:
@@ -265,8 +282,7 @@ class Program:
             leaf = jax.lax.with_sharding_constraint(leaf, source)
             return take_rows(leaf, order.rows, source, target)
 
-        stacked = self._stacked_params(self.placement.names)
-        return jax.tree.map(move, master, self.placement.optimizer, stacked)
+        return jax.tree.map(move, master, placement.optimizer, stacked)
 
     @cached_property
     def init(self) -> Callable[[], TrainState]:
@@ -278,13 +294,15 @@ class Program:
         """Makes the initial state of parameters from elsewhere.
 
         Args:
-            weights: as `abstract_weights` describes them.
+            weights: as `abstract_weights` describes them; what is trained beside them begins as
+                `init` has it.
             evaluates: whether nothing is trained, so that the state has no `opt_state`.
         """
         shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
 
         def first(weights: PyTree) -> TrainState:
-            state = self._first_state(weights, self._drawn()[1])
+            trained, _, variables = self._drawn()
+            state = self._first_state(*self.training.begin(weights, trained), variables)
             return state.replace(opt_state=()) if evaluates else state
 
         made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
@@ -292,16 +310,21 @@ class Program:
 
     @cached_property
     def abstract_weights(self) -> PyTree:
-        """Shapes and shardings of the parameters alone: in model order, in the master dtype.
+        """Shapes and shardings of the model's own parameters: in model order, in the master dtype.
 
         They rest like the optimizer's state, which is split at ZeRO 1 already.
         """
+        saved, rests, weights = self.abstract_saved, self.placement, self.training.weights
 
         def where(saved: Any, there: NamedSharding) -> Any:
             there = model_order_sharding(there, saved.shape)
             return jax.ShapeDtypeStruct(saved.shape, self.policy.master, sharding=there)
 
-        return jax.tree.map(where, self.abstract_saved.params, self.placement.optimizer)
+        return jax.tree.map(
+            where,
+            weights(saved.params, saved.frozen),
+            weights(rests.optimizer, rests.frozen.optimizer),
+        )
 
     @cached_property
     def handing_on(self) -> ModelState:
@@ -362,9 +385,9 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Callable[..., tuple[Metrics, Metrics]]:
-        """(params, batch, model_state) -> (sums, weights) of each term, without dropout.
+        """(params, batch, model_state, frozen) -> (sums, weights) of each term, without dropout.
 
-        What has no `model_state` may leave it out.
+        What has no `model_state` or nothing frozen may leave it out.
         """
         evaluation = self.layout.runner.evaluation(self.parts, self.placement)
         function = make_evaluation(
@@ -377,15 +400,15 @@ class Program:
 
     @cached_property
     def evaluated_params(self) -> Callable[[TrainState], PyTree]:
-        """The parameters that a state is evaluated with: their average, where one is kept."""
+        """All parameters that a state is evaluated with: averages, where they are kept."""
 
         def params(state: TrainState) -> PyTree:
-            return for_evaluation(state.params, state.model_state)[0]
+            return joined(for_evaluation(state.params, state.model_state)[0], state.frozen)
 
         chosen: Callable[[TrainState], PyTree] = jax.jit(
-            params, out_shardings=self.placement.params
+            params, out_shardings=self.placement.all.params
         )
-        return chosen if EMA in self.shapes.model_state else lambda state: state.params
+        return chosen if EMA in self.shapes.model_state else lambda state: state.weights
 
     # -- model order, in which states are saved and compared
 

@@ -28,6 +28,9 @@ class RunSection(BaseModel):
     """Folder of this run, made if missing; an existing run goes on. "" = runs/NAME."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of initial values, data order and dropout."""
+    init: str = ""
+    """Weights to begin with: a run folder, a checkpoint such as RUN/checkpoints/500, or a Hugging
+    Face folder. [model] and the tokenizer come from there. "" = random ones."""
     steps: int = Field(ge=0)
     """Updates in the whole run; the schedule is laid out over them."""
     stop_at: int = Field(0, ge=0)

@@ -175,12 +175,14 @@ class TrainStep:
 
         def gradients(
             params: PyTree,
+            frozen: PyTree,
             inputs: PyTree,
             _variables: PyTree,
             batch: PyTree,
             key: Array,
             scale: Array | float,
         ) -> tuple[Metrics, PyTree, PyTree, PyTree]:
+            assert frozen == (), "all parameters of a loss function are trained"
             samples = jnp.arange(_samples(batch), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, samples)
             parts = jax.tree.map(self._cut, (batch, keys))

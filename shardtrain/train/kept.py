@@ -146,7 +146,7 @@ class Kept:
         return new or ()
 
 
-def joined(*states: PyTree) -> PyTree:
+def together(*states: PyTree) -> PyTree:
     """The parts of several states as one; nothing without any."""
     return {name: part for state in states if state for name, part in state.items()} or ()
 

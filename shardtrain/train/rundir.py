@@ -24,6 +24,8 @@ RESOLVED = "resolved.toml"
 Kind = Literal["breaks", "free"]
 
 # What may change between two parts of one run: a key, or a section with all that is in it.
+BASE = "base"
+"""The folder of a run's frozen weights, a folder of checkpoints with the step 0 alone."""
 _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}
     | {"guard", "watchdog", "targets", "offload"}
@@ -33,7 +35,7 @@ _FREE = frozenset(
     | {"model.attention", "model.layer_loop", "task.loss_chunks"}  # how the same is computed
 )
 # Keys of free sections that shape the run all the same.
-_BREAKS = frozenset({"run.seed", "run.steps", "train.precision"})
+_BREAKS = frozenset({"run.seed", "run.steps", "run.init", "train.precision"})
 
 
 @dataclasses.dataclass(frozen=True)

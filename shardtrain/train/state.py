@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import Placement
 
 PyTree = Any
@@ -32,6 +33,14 @@ class TrainState:
     model_state: PyTree = ()
     """What is kept beside the parameters and handed on by steps, a tree a part (`train.kept`,
     `strategies.model_state`); nothing without any."""
+    frozen: PyTree = ()
+    """Parameters that are not trained, in the compute dtype; nothing where all are. Checkpoints
+    hold them once, beside the steps."""
+
+    @property
+    def weights(self) -> PyTree:
+        """All parameters that the model is merged of."""
+        return joined(self.params, self.frozen)
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
@@ -55,4 +64,5 @@ def state_shardings(placement: Placement, shapes: TrainState) -> TrainState:
         skipped=whole,
         loss_scale=jax.tree.map(lambda _: whole, shapes.loss_scale),
         model_state=placement.beside(shapes.model_state),
+        frozen=placement.frozen.params,
     )

@@ -11,6 +11,7 @@ from shardtrain.errors import ConfigError
 from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.optim.optimizers import is_matrix
 from shardtrain.optim.update import Optimizer
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
@@ -22,18 +23,18 @@ from shardtrain.strategies.remat import Block
 from shardtrain.strategies.stack import Stack
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, LayeredTask, Task, mean, weighted_loss
-from shardtrain.train.kept import Kept, for_evaluation, joined, observation, variables_of
+from shardtrain.train.kept import Kept, for_evaluation, observation, together, variables_of
 from shardtrain.train.state import TrainState
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics, PyTree]]
 GradientFn = Callable[
-    [PyTree, PyTree, PyTree, Batch, jax.Array, jax.Array | float],
+    [PyTree, PyTree, PyTree, PyTree, Batch, jax.Array, jax.Array | float],
     tuple[Metrics, PyTree, PyTree, PyTree],
 ]
-"""(params, inputs, the model's variables, batch, key, scale) -> (metrics, what the model has
-observed for its variables, gradients of the loss times `scale`, what was seen in the place of
+"""(params, frozen, inputs, the model's variables, batch, key, scale) -> (metrics, what the model
+has observed for its variables, gradients of the loss times `scale`, what was seen in the place of
 `inputs`, those of a `ModelState`)."""
 _NO_LIMIT = 2**31 - 1
 _STATELESS = Stateless()
@@ -178,6 +179,7 @@ def make_gradient_fn(
 
     def whole(
         params: PyTree,
+        frozen: PyTree,
         inputs: PyTree,
         variables: PyTree,
         batch: Batch,
@@ -187,7 +189,7 @@ def make_gradient_fn(
         totals = task.totals(batch)
         params = cast_at_rest(params, dtype, placement.params)
         with use_rules(placement.compute, placement.mesh):
-            shared = ((totals, scale), key, variables)
+            shared = ((totals, scale), key, variables, frozen)
             sums, grads, seen = gradients(params, inputs, arrange(batch), shared)
         means = {name: mean(sums[name], total) for name, total in totals.items()}
         return {"loss": sums["loss"] / scale, **means}, sums.get(OBSERVED, {}), grads, seen
@@ -219,7 +221,7 @@ def make_step(
         scale = scaling.scale(state.loss_scale)
         inputs, variables = handing_on.inputs(state.model_state), variables_of(state.model_state)
         metrics, observed, grads, seen = gradients(
-            state.params, inputs, variables, batch, key, scale
+            state.params, state.frozen, inputs, variables, batch, key, scale
         )
         halted = state.skipped > skip_limit
         allowed = jnp.isfinite(metrics["loss"]) & ~halted
@@ -243,7 +245,7 @@ def make_step(
             opt_state=opt_state,
             skipped=jnp.where(moved, 0, state.skipped + more),
             loss_scale=loss_scale,
-            model_state=joined(model_state, handing_on.after(state.model_state, seen, moved)),
+            model_state=together(model_state, handing_on.after(state.model_state, seen, moved)),
         )
         numbers = {**numbers, **scaling.metrics(loss_scale), "retry": retry}
         return state, {**metrics, **numbers}, grads
@@ -258,7 +260,7 @@ def make_evaluation(
     dtype: Any,
     arrange: Arrange = in_order,
 ) -> Callable[[PyTree, Batch, PyTree], tuple[Metrics, Metrics]]:
-    """(params, batch, model_state) -> (sums, weights) of each term, without dropout.
+    """(params, batch, model_state, frozen) -> (sums, weights) of each term, without dropout.
 
     Args:
         task: terms and weights.
@@ -268,9 +270,12 @@ def make_evaluation(
         arrange: the order in which the positions of a batch are worked on.
     """
 
-    def evaluate(params: PyTree, batch: Batch, model_state: PyTree = ()) -> tuple[Metrics, Metrics]:
+    def evaluate(
+        params: PyTree, batch: Batch, model_state: PyTree = (), frozen: PyTree = ()
+    ) -> tuple[Metrics, Metrics]:
         params, variables = for_evaluation(params, model_state)
         params = cast_at_rest(constrain_tree(params, placement.params), dtype, placement.params)
+        params = joined(params, frozen)
         with use_rules(placement.compute, placement.mesh):
             sums = evaluation(params, variables, arrange(batch))
         return sums, task.totals(batch)

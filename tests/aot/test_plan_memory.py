@@ -12,6 +12,7 @@ import pytest
 import shardtrain
 from shardtrain.commands_plan import make_plan
 from shardtrain.config import load_config
+from shardtrain.models.config import LoraConfig
 from shardtrain.plan.compiling import Job, compile_for
 from shardtrain.plan.targets import parse_target
 from shardtrain.run_program import lower_step
@@ -36,12 +37,21 @@ CASES = {
 }
 
 
+LORA = (("llama", "data 8, zero 3"), ("wide", "pipeline 4 x data 2, zero 1"))
+"""Rows that are made again with all weights frozen."""
+for _model, _layout in LORA:
+    _config, _vocab = CASES[_model, _layout]
+    _lora = LoraConfig(rank=16, targets="qkv,out,up,down")
+    CASES[_model, f"{_layout}, LoRA"] = (_config.model_copy(update={"lora": _lora}), _vocab)
+WITH_LORA = (*ROWS, *((model, f"{layout}, LoRA") for model, layout in LORA))
+
+
 @pytest.fixture(scope="module")
 def peaks() -> dict[tuple[str, str], int]:
     """XLA's peak of each row's step; all are compiled in one child."""
-    jobs = {": ".join(row): Job(lower_step, CASES[row]) for row in ROWS}
+    jobs = {": ".join(row): Job(lower_step, CASES[row]) for row in WITH_LORA}
     done = compile_for(parse_target(PAGE["TARGET"]), jobs, seconds=600)
-    return {row: done[": ".join(row)].memory["peak"] for row in ROWS}
+    return {row: done[": ".join(row)].memory["peak"] for row in WITH_LORA}
 
 
 def test_every_layout_and_model_of_the_page_has_a_row() -> None:
@@ -49,7 +59,7 @@ def test_every_layout_and_model_of_the_page_has_a_row() -> None:
     assert {layout for _, layout in ROWS} == set(PAGE["LAYOUTS"])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=": ".join)
+@pytest.mark.parametrize("row", WITH_LORA, ids=": ".join)
 def test_planned_bytes_are_those_of_the_program(
     peaks: dict[tuple[str, str], int], row: tuple[str, str]
 ) -> None:

@@ -40,7 +40,7 @@ def logits_with(config: RunConfig, ids: np.ndarray) -> np.ndarray:
             return model({"tokens": tokens}, None, make_stack())
 
     rows = np.resize(ids, (mesh.size, ids.shape[1])).astype(np.int32)  # for every data shard
-    found = np.asarray(scores(state.params, rows))
+    found = np.asarray(scores(state.weights, rows))
     return found[: len(ids), :, : config.model.vocab_size]
 
 

@@ -234,3 +234,30 @@ def test_what_is_wrong_is_refused(
 ) -> None:
     assert cli.main(["import-config", write(tmp_path, values)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [("zero_optimization.stagee", "stage"), ("bf16.enabeld", "enabled"), ("train_batch_siz", "")],
+)
+def test_a_mistyped_key_gets_no_reason_of_another(path: str, near: str) -> None:
+    """Not that of its table: it is said to be unknown, with the key that it is like."""
+    *tables, name = path.split(".")
+    values: dict[str, Any] = {name: 2}
+    for table in reversed(tables):
+        values = {table: values}
+    ((key, reason),) = [row for row in map_config(values).left if row[0] == path]
+    assert key == path
+    assert reason.endswith(f'did you mean "{near or "train_batch_size"}"?')
+
+
+def test_a_file_that_is_there_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "ds.json", tmp_path / "my.toml"
+    source.write_text('{"train_batch_size": 32}')
+    assert cli.main(["import-config", str(source), "--out", str(out)]) == 0
+    assert cli.main(["import-config", str(source), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "--out: is there already" in said
+    assert "Errno" not in said

@@ -78,6 +78,8 @@ class Case:
     rules: tuple[tuple[str, str], ...] = ()
     num_layers: int = 2
     batch: int = 16
+    lora: int = 0
+    lora_targets: str = "qkv,out,up,down"
 
     def __str__(self) -> str:
         default = Case()
@@ -155,6 +157,7 @@ class Case:
                 "warmup_steps": 2,
             },
             "task": {"z_loss": 1e-3, "loss_chunks": self.loss_chunks},
+            "lora": {"rank": self.lora, "targets": self.lora_targets},
         }
 
 

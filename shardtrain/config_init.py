@@ -1,0 +1,113 @@
+"""What a run takes from the weights that it begins with, `run.init`: the model and its tokenizer.
+
+Owns: what `run.init` may name, and which sections come from there. Does not own: reading the
+weights (`run_weights`). Nothing here imports jax.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import folder
+from shardtrain.errors import ConfigError
+from shardtrain.interop.hf_config import CONFIG_FILE, read_folder
+from shardtrain.models.config import TransformerConfig
+from shardtrain.train.rundir import RESOLVED, checkpoints_in
+
+_KEY = "run.init"
+_FREE = ("dropout", "attention", "layer_loop")
+"""Keys of the model that do not change what its weights mean."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights are."""
+
+    folder: Path
+    """A run folder, or one of Hugging Face."""
+    step: int | None
+    """A checkpoint of the run; None = the newest, or a Hugging Face folder."""
+    is_run: bool
+
+
+def find_origin(name: str) -> Origin:
+    """Find what `run.init` names.
+
+    Args:
+        name: A run folder, a checkpoint in it (RUN/checkpoints/STEP), or a Hugging Face folder.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    path = Path(name).expanduser()
+    if (path / RESOLVED).is_file():
+        return Origin(path, None, is_run=True)
+    if path.name.isdecimal() and (path.parent.parent / RESOLVED).is_file():
+        run = path.parent.parent
+        if int(path.name) in folder.complete_steps(checkpoints_in(run)):
+            return Origin(run, int(path.name), is_run=True)
+    elif (path / CONFIG_FILE).is_file():
+        return Origin(path, None, is_run=False)
+    raise ConfigError(
+        "there are no weights here",
+        where=_KEY,
+        value=name,
+        allowed="a run folder, a checkpoint of one such as runs/base/checkpoints/500, or a folder "
+        "of Hugging Face transformers",
+    )
+
+
+def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what the weights of `run.init` decide.
+
+    Args:
+        raw: Sections as written.
+
+    Returns:
+        Sections with the model of the weights, and their tokenizer where none was given.
+
+    Raises:
+        ConfigError: There are no such weights, or what is written does not agree with them.
+    """
+    sections = dict(raw)
+    run, model, data = (sections.get(name, {}) for name in ("run", "model", "data"))
+    if not all(isinstance(part, Mapping) for part in (run, model, data)):
+        return sections
+    name = run.get("init")
+    if not name or not isinstance(name, str) or set(TransformerConfig.model_fields) <= set(model):
+        return sections  # a run that goes on has its whole model written down
+    origin = find_origin(name)
+    theirs, tokenizer = _theirs(origin)
+    for key, value in model.items():
+        if key in theirs and key not in _FREE and theirs[key] != value:
+            raise ConfigError(
+                f"the weights of {_KEY} are of another model",
+                where=f"model.{key}",
+                value=str(value),
+                allowed=str(theirs[key]),
+                cure=f"leave model.{key} out: it is taken from {name}",
+            )
+    sections["model"] = {**theirs, **model}
+    if tokenizer and "tokenizer" not in data:
+        sections["data"] = {**data, "tokenizer": tokenizer}
+    return sections
+
+
+def _theirs(origin: Origin) -> tuple[dict[str, Any], str]:
+    """The model's section of weights, and their tokenizer."""
+    if not origin.is_run:
+        sections = read_folder(origin.folder)
+        return sections["model"], sections["data"].get("tokenizer", "")
+    path = origin.folder / RESOLVED
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        model, data = dict(sections["model"]), sections["data"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+    if model.get("position") == "learned" and not model.get("max_length"):
+        model["max_length"] = data["sequence_length"]
+    tokenizer = str(data.get("tokenizer", ""))
+    beside = origin.folder / Path(tokenizer).name
+    return model, str(beside) if tokenizer.endswith(".json") and beside.is_file() else tokenizer
