@@ -210,6 +210,13 @@ def _offload(zero: _Reader) -> None:
     elif device != "none":
         part.mapped.leave(f"{part.path}device", f"there is no offload to {device} in this version")
     part.finish()
+    part = zero.table("offload_param")
+    device = part.take("device", str, "none")
+    if device == "cpu":
+        part.mapped.put("offload.parameters", "host")
+    elif device != "none":
+        part.mapped.leave(f"{part.path}device", f"there is no offload to {device} in this version")
+    part.finish()
 
 
 def _optimizer(top: _Reader) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 UNKNOWN: Final = "is not among the keys of DeepSpeed that are known here"
 _XLA: Final = "XLA plans buffers and overlaps communication; `plan` says what comes of it"
-_OFFLOAD: Final = "[offload] has the optimizer and the masters on the host, and nothing else"
+_OFFLOAD: Final = "[offload] says what rests on the host: optimizer, master, parameters, update"
 _KERNEL: Final = "XLA makes the kernels"
 _NOT_HERE: Final = "has no counterpart in this version"
 _MEASURED: Final = "metrics.jsonl, timeline.jsonl and `shardtrain report` always have it"
@@ -32,7 +32,7 @@ REASONS: Final[dict[str, str]] = {
     "torch_autocast": "train.precision is one for the whole step",
     "amp": "train.precision says it; apex has no counterpart",
     "zero_optimization.offload_optimizer.*": "copies are planned by XLA, layer by layer",
-    "zero_optimization.offload_param": _OFFLOAD,
+    "zero_optimization.offload_param.*": "each layer comes for its own use, and the next with it",
     "zero_optimization.cpu_offload": _OFFLOAD,
     "zero_optimization.cpu_offload_params": _OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,

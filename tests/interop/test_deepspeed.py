@@ -31,6 +31,7 @@ EXAMPLE: dict[str, Any] = {
         "overlap_comm": True,
         "stage3_prefetch_bucket_size": 5e7,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "buffer_count": 5},
     },
     "tensorboard": {"enabled": True, "output_path": "logs"},
     "activation_checkpointing": {"partition_activations": True},
@@ -67,7 +68,12 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "warmup_steps": 100,
             "final_ratio": 0.2,
         },
-        "offload": {"optimizer": "host", "master": "host", "fraction": 1.0},
+        "offload": {
+            "optimizer": "host",
+            "master": "host",
+            "fraction": 1.0,
+            "parameters": "host",
+        },
         "log": {"every": 50, "trackers": ["tensorboard"]},
     }
     model = {"num_layers": 1, "embed_dim": 16, "num_heads": 2}
@@ -76,6 +82,7 @@ def test_what_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert config.optimizer.beta2 == 0.98
     for line in (
         "# zero_optimization.offload_optimizer.pin_memory: copies are planned by XLA",
+        "# zero_optimization.offload_param.buffer_count: each layer comes for its own use",
         "# zero_optimization.stage3_prefetch_bucket_size: XLA plans",
         "# tensorboard.output_path: a tracker's files lie in the run's folder",
         "# activation_checkpointing: recomputation is a key here",
