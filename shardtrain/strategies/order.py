@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import Names, mesh_axes, split_size
+from shardtrain.sharding.tiers import HOST
 from shardtrain.strategies.schedules.table import NOTHING
 
 PyTree = Any
@@ -92,11 +93,17 @@ def take_rows(
     stages = mesh.shape[PIPELINE]
     here = len(rows) // stages if ends_split == 0 else len(rows)
 
+    def own(part: jax.Array, row: jax.Array) -> jax.Array:
+        piece: jax.Array = jax.lax.dynamic_index_in_dim(part, row, keepdims=False)
+        if source.memory_kind == HOST:
+            piece = jax.device_put(piece, jax.memory.Space.Device)
+        return piece
+
     def fetch(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Array:
         """A whole row, from the stage that has it, or from the pieces on all stages."""
         if split == 0:
-            return row_of_stages(part, row, stage)
-        piece: jax.Array = jax.lax.dynamic_index_in_dim(part, row, keepdims=False)
+            return _sent(own(part, row % len(part)), row // len(part) == stage)
+        piece = own(part, row)
         if split is None:
             return piece
         whole: jax.Array = jax.lax.all_gather(piece, PIPELINE, axis=split - 1, tiled=True)
@@ -139,19 +146,6 @@ def take_rows(
 def stage_numbers(mesh: Mesh | AbstractMesh) -> jax.Array:
     """[stages], to be split over them: XLA cannot partition `axis_index` where axes are its own."""
     return jnp.arange(mesh.shape[PIPELINE], dtype=jnp.int32)
-
-
-def row_of_stages(part: jax.Array, row: jax.Array, stage: jax.Array) -> jax.Array:
-    """A row of a leaf whose first dim is split over stages, sent to all of them, bit for bit.
-
-    Args:
-        part: this stage's rows.
-        row: its number in the whole leaf.
-        stage: this stage's number, of `stage_numbers`.
-    """
-    # As bits before the row is taken: of a leaf on the host, bits are on the device.
-    mine = jax.lax.dynamic_index_in_dim(_as_bits(part), row % len(part), keepdims=False)
-    return _from_bits(_sent(mine, row // len(part) == stage), part.dtype)
 
 
 def sent_by(value: jax.Array, is_mine: jax.Array) -> jax.Array:

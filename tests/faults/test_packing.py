@@ -10,6 +10,7 @@ from fault_programs import LENGTH, STYLES, VOCAB, assert_trees_near, initial, pr
 from flax import nnx
 
 from shardtrain.sharding.rules import use_rules
+from shardtrain.strategies.stack import make_stack
 
 FIRST, SECOND = 7, 9
 Losses = Callable[[dict[str, np.ndarray]], tuple[np.ndarray, Any]]
@@ -64,7 +65,7 @@ def losses(request, style) -> Losses:
         def total(params: Any, weights: jax.Array) -> jax.Array:
             with use_rules(of.placement.compute, of.placement.mesh):
                 model = nnx.merge(of.graph, params)
-                stack = of.layout.runner.stack
+                stack = make_stack(loop=of.layout.runner.loop)
                 parts = of.task.terms(model, {**batch, "weights": weights}, None, stack)
             return parts["nll"]
 

@@ -15,6 +15,7 @@ from shardtrain.models import transformer
 from shardtrain.ops.dropout import dropout, sample_keys
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import use_rules
+from shardtrain.strategies.stack import make_stack
 
 DROPOUT = {"model.dropout": 0.5}
 SITES = ["embedding", "attention 0", "mlp 0", "attention 1", "mlp 1"]
@@ -32,7 +33,7 @@ def model_masks(layout: dict[str, Any], step: int) -> np.ndarray:
     def forward(params: Any, batch: Any, key: jax.Array) -> list[jax.Array]:
         masks.clear()
         with use_rules(of.placement.compute, of.placement.mesh):
-            nnx.merge(of.graph, params)(batch, key, of.layout.runner.stack)
+            nnx.merge(of.graph, params)(batch, key, make_stack(loop=of.layout.runner.loop))
         return masks
 
     # all rows hold the same tokens, so only the masks can tell them apart
@@ -116,7 +117,9 @@ def test_o07_masks_do_not_depend_on_how_layers_are_run() -> None:
         def loss(params: Any, batch: Any, of: Any = of) -> jax.Array:
             with use_rules(of.placement.compute, of.placement.mesh):
                 model = nnx.merge(of.graph, params)
-                return of.task.terms(model, batch, jax.random.key(7), of.layout.runner.stack)["nll"]
+                return of.task.terms(
+                    model, batch, jax.random.key(7), make_stack(loop=of.layout.runner.loop)
+                )["nll"]
 
         part = {name: x[0] for name, x in put(of, text()).items()}
         losses.append(float(jax.jit(loss)(initial(DROPOUT), part)))

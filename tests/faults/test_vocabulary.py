@@ -16,9 +16,10 @@ from fault_programs import (
 )
 from flax import nnx
 
-import shardtrain.run
 from shardtrain.config import resolve_mesh
 from shardtrain.errors import UserError
+from shardtrain.run import build
+from shardtrain.strategies.stack import make_stack
 
 LARGE = {"model.embed_dim": 64, "model.num_heads": 8}
 
@@ -80,10 +81,14 @@ def test_o17_refused_before_anything_is_compiled(overrides, devices, numbers, ne
 
 def test_o17_build_checks_the_mesh_first(monkeypatch) -> None:
     """O-17: data is not even opened for a batch that the devices cannot share out."""
-    monkeypatch.setattr(shardtrain.run, "open_data", lambda *a, **k: pytest.fail("data was opened"))
+
+    def opened(*_args: object, **_options: object) -> None:
+        pytest.fail("data was opened")
+
+    monkeypatch.setattr("shardtrain.run_language.open_data", opened)
     made = config({"data.batch_size": 10, "mesh.data": -1})
     with pytest.raises(UserError, match=r"not divisible by mesh\.data=4; use 8 or 12"):
-        shardtrain.run.build(made, devices=jax.devices()[:4])
+        build(made, devices=jax.devices()[:4])
 
 
 # -- a padded vocabulary
@@ -145,7 +150,7 @@ def test_o18_the_padding_has_no_probability() -> None:
     def losses(params, batch, weights):
         def loss(weights):
             model = nnx.merge(of.graph, params)
-            stack = of.layout.runner.stack
+            stack = make_stack(loop=of.layout.runner.loop)
             return of.task.terms(model, batch | {"weights": weights}, None, stack)["nll"]
 
         return jax.grad(loss)(weights)
