@@ -58,10 +58,8 @@ def test_the_device_holds_less_by_what_is_on_the_host(layout: str) -> None:
     assert peaks["device"] - peaks["host"] > 0.9 * plan.own.memory.host
 
 
-@pytest.mark.parametrize(
-    "kept",
-    ["input:host", pytest.param("attention,mlp:host", marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("kept", ["input:host", "attention,mlp:host"])
 def test_activations_on_the_host_leave_the_device(kept: str) -> None:
     """The device holds less by what is kept on the host; the copies go beside other work."""
     sizes = {}
