@@ -84,7 +84,8 @@ class Chip:
 @pytest.mark.parametrize("kind", PEAK_FLOPS)
 def test_utilisation_of_known_chips(kind: str) -> None:
     chips: list[Any] = [Chip(kind)] * 4
-    for precision, peak in PEAK_FLOPS[kind].items():
+    for products, peak in PEAK_FLOPS[kind].items():
+        precision = "fp8" if products == "float8" else products
         assert utilisation(peak, chips, precision) == 0.25
 
 
