@@ -85,8 +85,9 @@ class Chip:
 def test_utilisation_of_known_chips(kind: str) -> None:
     chips: list[Any] = [Chip(kind)] * 4
     for products, peak in PEAK_FLOPS[kind].items():
-        precision = "fp8" if products == "float8" else products
-        assert utilisation(peak, chips, precision) == 0.25
+        if products != "tf32":  # no precision of a run
+            precision = "fp8" if products == "float8" else products
+            assert utilisation(peak, chips, precision) == 0.25
 
 
 def test_utilisation_of_an_unknown_chip_is_unknown() -> None:

@@ -157,7 +157,7 @@ def test_every_key_says_what_it_is_and_there_are_few() -> None:
             f"{s}.{k}": f for s, part in sections.items() for k, f in part.model_fields.items()
         }
         assert [key for key, field in fields.items() if len(field.description or "") < 5] == []
-        assert len(fields) < 130, model
+        assert len(fields) < 140, model
 
 
 def test_strings_survive_writing(tmp_path: Path) -> None:
