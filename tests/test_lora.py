@@ -52,7 +52,8 @@ def batch_of(program: Program, config: Any) -> dict[str, jax.Array]:
 
 
 def nats(program: Program, state: Any, batch: Any) -> Any:
-    return np.asarray(program.evaluate(state.weights, batch)[0]["nll"])
+    sums, _ = program.evaluate(state.params, batch, state.model_state, state.frozen)
+    return np.asarray(sums["nll"])
 
 
 def test_before_the_first_update_it_is_the_base_to_the_bit() -> None:
