@@ -14,7 +14,7 @@ import optax
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.optim.rounding import Nearest, Rounding
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import Numbers, Sweep
+from shardtrain.optim.sweep import Advance, Numbers, Sweep
 from shardtrain.sharding.placement import (
     Placement,
     leaves_by_path,
@@ -96,6 +96,18 @@ class Optimizer:
         rate = self.schedule(update)
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         factor = factor / scale
+        params, state = self.sweep(self._advance(key), (factor, rate, moved), grads, state, params)
+        params = jax.tree.map(
+            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
+            params,
+            self.placement.params,
+            self.placement.away,
+        )
+        numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
+        return params, state, numbers
+
+    def _advance(self, key: jax.Array) -> Advance:
+        """The arithmetic of one update, for any part of the leaves."""
         wide = self.policy.wide
         places = dict(leaves_by_path(self.placement.optimizer))
 
@@ -139,15 +151,7 @@ class Optimizer:
             # Cast where it rests, then spread: half the bytes travel.
             return at_rest(cast(new, self.policy.params)), state
 
-        params, state = self.sweep(advance, (factor, rate, moved), grads, state, params)
-        params = jax.tree.map(
-            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
-            params,
-            self.placement.params,
-            self.placement.away,
-        )
-        numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
-        return params, state, numbers
+        return advance
 
 
 def widened(x: jax.Array, dtype: Any) -> jax.Array:

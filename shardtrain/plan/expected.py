@@ -6,7 +6,7 @@ promises (`promises`), and the program (`hlo`, `collectives`).
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -78,12 +78,8 @@ class Expected:
     """Dims and bytes of each tensor of the state, by the program's name of it."""
     on_host: frozenset[str]
     """Those that rest in the memory of the host."""
-    loaded: float
-    """Bytes that come from the host in a step."""
-    stored: float
-    """Bytes that go there."""
-    loaded_again: float
-    """Bytes that may come once more than they are used: a layer of the state."""
+    travels: Travels
+    """Between the device and its host."""
     parameter_width: int
     """Bytes of an entry of a parameter where it is used."""
     gradient_width: int
@@ -202,15 +198,8 @@ def expect(
         _kept_bytes(model, where, rows / microbatches, length, split, width)
         for where in (remat, all_on_device(remat))
     )
-    state = _state(program)
-    on_host = frozenset(
-        STATE + jax.tree_util.keystr(path)
-        for path, sharding in jax.tree.leaves_with_path(program.shardings)
-        if sharding.memory_kind == HOST
-    )
     own = max((leaf.layers for leaf in _leaves(program)), default=1)
     runs = passes.layer_tokens / (rows / microbatches * device_length * own)
-    travels = _travels(program, state, on_host, 2 * runs)
     kept_there = ((kept_anywhere or 0) - (kept or 0)) * microbatches
     gathered = policy.compute if placement.zero == 3 else policy.params
     is_summed = layout.runner.sums_gradients or policy.reduces_wider
@@ -223,11 +212,9 @@ def expect(
         microbatches=microbatches,
         remat=remat,
         leaves=tuple(_leaves(program)),
-        state=state,
-        on_host=on_host,
-        loaded=travels.loaded + kept_there,
-        stored=travels.stored + kept_there,
-        loaded_again=travels.again,
+        state=_state(program),
+        on_host=_on_host(program),
+        travels=_travels(program, reads=2 * runs, kept=kept_there),
         parameter_width=np.dtype(gathered).itemsize,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
@@ -239,11 +226,25 @@ def expect(
     )
 
 
-def _travels(
-    program: Program, state: Mapping[str, tuple[Dims, int]], on_host: Collection[str], reads: float
-) -> Travels:
-    """What of the state goes between a device and its host, whose layers are read so often."""
+def _on_host(program: Program) -> frozenset[str]:
+    """Leaves of the state that rest on the host."""
+    return frozenset(
+        STATE + jax.tree_util.keystr(path)
+        for path, sharding in jax.tree.leaves_with_path(program.shardings)
+        if sharding.memory_kind == HOST
+    )
+
+
+def _travels(program: Program, *, reads: float, kept: float) -> Travels:
+    """What goes between a device and its host in a step.
+
+    Args:
+        program: the run's.
+        reads: how often forwards and backwards read a layer.
+        kept: bytes that forwards keep there for backwards.
+    """
     policy, placement = program.policy, program.placement
+    state, on_host = _state(program), _on_host(program)
     is_away = {name: name.startswith(f"{STATE}.params") for name in on_host}
     away, moments = (
         sum(state[name][1] for name in on_host if is_away[name] is want) for want in (True, False)
@@ -262,8 +263,10 @@ def _travels(
         narrow: int = np.dtype(policy.params).itemsize
         here = narrow * sum(size for size, is_away in sizes if not is_away)
         return Travels(
-            loaded=away * reads,
-            stored=width * sum(size for size, _ in sizes) + (0 if policy.has_master else here),
+            loaded=away * reads + kept,
+            stored=width * sum(size for size, _ in sizes)
+            + (0 if policy.has_master else here)
+            + kept,
             # The call on the host may write them to the device itself.
             again=here,
         )
@@ -274,7 +277,11 @@ def _travels(
         for name in on_host
         if "['layers']" in name and not (policy.has_master and is_away[name])
     )
-    return Travels(loaded=moments + away * reads + read_too, stored=moments + away, again=again)
+    return Travels(
+        loaded=moments + away * reads + read_too + kept,
+        stored=moments + away + kept,
+        again=again,
+    )
 
 
 def _seen(model: TransformerConfig, length: int, mesh: Mesh | AbstractMesh) -> float:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
 
-from shardtrain.plan.workload import Layout, State, Workload
+from shardtrain.plan.resting import State
+from shardtrain.plan.workload import Layout, Workload
 
 MARGIN = 0.08
 """Part of a chip's memory left to the driver, to communication libraries and to fragments."""

@@ -15,7 +15,8 @@ ASYNC = 0.9
 def host_copies_are_planned(evidence: Evidence) -> Outcome:
     """What rests on the host is an argument there, and is copied as planned, beside other work."""
     expected, module = evidence.expected, evidence.module
-    if not expected.stored:
+    travels = expected.travels
+    if not travels.stored:
         return unchecked("nothing is on the host")
     wanted = sum(expected.state[name][1] for name in expected.on_host)
     arguments = evidence.origins.arguments
@@ -37,8 +38,8 @@ def host_copies_are_planned(evidence: Evidence) -> Outcome:
         f"go out in a step, {1 - alone / max(sum(moved.values()), 1):.0%} beside other work"
     )
     bounds = {
-        "in": (expected.loaded, expected.loaded + expected.loaded_again),
-        "out": (expected.stored, expected.stored),
+        "in": (travels.loaded, travels.loaded + travels.again),
+        "out": (travels.stored, travels.stored),
     }
     faults += [
         Fault("", f"all that goes {way}", "bytes", least, moved[way])

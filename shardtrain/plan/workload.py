@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from shardtrain.models.config import TransformerConfig
 from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.pieces import Pieces, Shapes, trace_pieces
+from shardtrain.plan.resting import Entries, Kept, State, entries_of
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh
 from shardtrain.sharding.placement import (
     LAYERS,
     Placement,
     bytes_by_memory,
-    bytes_per_device,
-    leaves_by_path,
     tree_bytes,
 )
 from shardtrain.sharding.rules import compute_table, stored_table
@@ -154,7 +153,7 @@ class Workload:
         return {}
 
     @cached_property
-    def _states(self) -> dict[Any, "State"]:
+    def _states(self) -> dict[Any, State]:
         return {}
 
     def pieces(self, layout: Layout) -> Pieces:
@@ -178,7 +177,7 @@ class Workload:
             pieces[key] = trace_pieces(parts[tensor], shapes, layout.recomputes)
         return pieces[key]
 
-    def kept(self, layout: Layout) -> "Kept":
+    def kept(self, layout: Layout) -> Kept:
         """What a layer's forward keeps of a sample, by where it does."""
         pieces, names = self.pieces(layout), host_names(layout.remat)
         if not names:
@@ -275,7 +274,7 @@ class Workload:
         spread = self.spread(layout)
         return spread.stages * spread.virtual_stages * spread.num_slots
 
-    def state(self, layout: Layout) -> "State":
+    def state(self, layout: Layout) -> State:
         """What rests on one device."""
         rows = self.rows(layout)
         key = (tuple(layout.degrees.values()), layout.zero, layout.sequence_parallel, rows)
@@ -283,9 +282,9 @@ class Workload:
             self._states[key] = self._rest(layout, rows)
         return self._states[key]
 
-    def _rest(self, layout: Layout, rows: int) -> "State":
+    def _rest(self, layout: Layout, rows: int) -> State:
         placement, policy = self.placement(layout, rows), self.program.policy
-        entries, weights = _entries(placement), _entries(placement.all)
+        entries, weights = entries_of(placement), entries_of(placement.all)
         if self.rough:
             return self._by_the_entry(layout, entries, weights)
         every, masters = (
@@ -311,7 +310,7 @@ class Workload:
             weights=weights,
         )
 
-    def _by_the_entry(self, layout: Layout, entries: "Entries", weights: "Entries") -> "State":
+    def _by_the_entry(self, layout: Layout, entries: Entries, weights: Entries) -> State:
         """The state as if each entry of a parameter cost the same."""
         one = self._one
         resting = entries.split if layout.zero >= 1 else entries.used
@@ -328,7 +327,7 @@ class Workload:
         )
 
     @cached_property
-    def _one(self) -> "State":
+    def _one(self) -> State:
         """What one device would hold of it all."""
         return dataclasses.replace(self, rough=False).state(Layout())
 
@@ -393,65 +392,3 @@ class Traced:
 
     parts: dict[int, Program]
     pieces: dict[tuple[Shapes, str], Pieces]
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Bytes that a layer's forward keeps of a sample for the backward."""
-
-    device: int
-    host: int
-
-
-@dataclass(frozen=True)
-class State:
-    """Bytes that rest on one device between two steps, or on its host."""
-
-    parameters: int
-    """Those on the device."""
-    optimizer: int
-    """Masters, moments, counts; those on the device."""
-    master: int
-    """The part of it that is the wider copy of the parameters."""
-    host: int
-    """What of the optimizer's rests in the memory of the device's host."""
-    away: int
-    """Parameters that rest there."""
-    entries: "Entries"
-    """Of parameters that are trained."""
-    weights: "Entries"
-    """Of all parameters."""
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Entries of parameters on one device: as they are used, and split further by ZeRO."""
-
-    layers: int
-    ends: int
-    split_layers: int
-    split_ends: int
-
-    @property
-    def used(self) -> int:
-        """All that one device computes with, however it rests."""
-        return self.layers + self.ends
-
-    @property
-    def split(self) -> int:
-        """Its part of them after ZeRO's split."""
-        return self.split_layers + self.split_ends
-
-
-def _entries(placement: Placement) -> Entries:
-    counts = []
-    shapes = leaves_by_path(placement.shapes)
-    whole = jax.tree.leaves(placement.computed)
-    split = jax.tree.leaves(dataclasses.replace(placement, zero=1).optimizer)
-    for shardings in (whole, split):
-        sizes = {True: 0, False: 0}
-        for (path, leaf), sharding in zip(shapes, shardings, strict=True):
-            is_layer = path.split("/")[0] == LAYERS
-            sizes[is_layer] += bytes_per_device(leaf.shape, "int8", sharding)
-        counts += [sizes[True], sizes[False]]
-    return Entries(*counts)

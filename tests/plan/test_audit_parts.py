@@ -10,6 +10,7 @@ from shardtrain.plan.audit import Audit, audit
 from shardtrain.plan.compiling import Compiled
 from shardtrain.plan.evidence import Evidence, Outcome
 from shardtrain.plan.expected import Expected, Leaf
+from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.promises import PROMISES
 from shardtrain.plan.recompute import Products
 
@@ -24,9 +25,7 @@ LAYOUT = Expected(
     leaves=(EMBEDDING, UP),
     state={},
     on_host=frozenset(),
-    loaded=0.0,
-    stored=0.0,
-    loaded_again=0.0,
+    travels=Travels(0.0, 0.0, 0.0),
     parameter_width=2,
     gradient_width=2,
     products=Products(0.0, (0.0, 0.0)),
