@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WITH_SECOND_MOMENT: Final = ("adamw", "adam", "muon")
+WITH_SECOND_MOMENT: Final = ("adamw", "adam", "muon", "lamb")
 """Those with a mean of squares that `beta2` lets decay (muon: for what is no hidden matrix)."""
 
 
@@ -22,7 +22,7 @@ class OptimizerConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon", "lamb"] = "adamw"
     """Which optimizer."""
     learning_rate: float = Field(gt=0.0)
     """Peak learning rate."""
@@ -39,11 +39,11 @@ class OptimizerConfig(BaseModel):
     decay_fraction: float = Field(0.2, gt=0.0, le=1.0)
     """Part of the steps after the warm-up that the decay takes (schedule = "wsd")."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    """Decay rate of the first moment (adamw, adam, lion, muon's adamw part)."""
+    """Decay rate of the first moment (adamw, adam, lion, lamb, muon's adamw part)."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
-    """Decay rate of the second moment (adamw, adam, lion, muon's adamw part)."""
+    """Decay rate of the second moment (adamw, adam, lion, lamb, muon's adamw part)."""
     epsilon: float = Field(1e-8, gt=0.0)
-    """Added to the root of the second moment (adamw, adam, muon's adamw part)."""
+    """Added to the root of the second moment (adamw, adam, lamb, muon's adamw part)."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum (sgd, muon)."""
     nesterov: bool = False

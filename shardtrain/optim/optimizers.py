@@ -113,6 +113,29 @@ def _muon(config: OptimizerConfig, names: PyTree) -> Transform:
     return optax.chain(optax.partition(parts, labels), _decay(config, names))
 
 
+def _lamb(config: OptimizerConfig, names: PyTree) -> Transform:
+    """AdamW's direction at each matrix's own size (You et al. 2020, arXiv 1904.00962).
+
+    A layer of the stack is a matrix by itself. What has no decay, norms and biases, is not scaled:
+    so does the authors' own code.
+    """
+
+    def scale(update: jax.Array, param: jax.Array, own: Names) -> jax.Array:
+        if not is_matrix(own):
+            return update
+        dims = tuple(range(own[0] == "layers", update.ndim))
+        weight, step = (
+            jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=True)) for x in (param, update)
+        )
+        trust = jnp.where((weight > 0) & (step > 0), weight / step, 1)
+        return update * trust.astype(update.dtype)
+
+    def trusted(updates: PyTree, params: PyTree) -> PyTree:
+        return jax.tree.map(scale, updates, params, names)
+
+    return optax.chain(_scale_by_adam(config), _decay(config, names), optax.stateless(trusted))
+
+
 def _matrix_dims(names: Names) -> MuonDimensionNumbers:
     """Which axes of a weight are summed over and which are made; `layers` and `gate` are apart."""
     embed = names.index("embed")
@@ -159,6 +182,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, PyTree], Transform]] = {
     "lion": _lion,
     "adafactor": _adafactor,
     "muon": _muon,
+    "lamb": _lamb,
 }
 """One row an optimizer: (config, names of the parameters' axes) -> transformation."""
 

@@ -112,6 +112,13 @@ def own_alias(name: str) -> optax.GradientTransformation:
             return optax.chain(decay, optax.sgd(RATE, config.momentum))
         case "lion":
             return optax.lion(RATE, config.beta1, config.beta2, weight_decay=DECAY, mask=MASK)
+        case "lamb":
+            return optax.chain(
+                optax.scale_by_adam(config.beta1, config.beta2, 1e-8),
+                decay,
+                optax.masked(optax.scale_by_trust_ratio(), MASK),
+                optax.scale(-RATE),
+            )
         case "adafactor":
             return optax.adafactor(RATE, weight_decay_rate=RATE * DECAY, weight_decay_mask=MASK)
     # the alias would give its own Adam half Nesterov's momentum
@@ -172,6 +179,12 @@ def test_formulas_of_the_papers() -> None:
         m = b2 * m + (1 - b2) * g[t - 1]
         p -= RATE * (sign + DECAY * p)
     assert after("lion") == pytest.approx(p, rel=1e-6)
+    p, m, v = p0, 0.0, 0.0
+    for t in (1, 2):
+        m, v = b1 * m + (1 - b1) * g[t - 1], b2 * v + (1 - b2) * g[t - 1] ** 2
+        d = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps) + DECAY * p
+        p -= RATE * abs(p) / abs(d) * d
+    assert after("lamb") == pytest.approx(p, rel=1e-6)
 
 
 def test_muon_makes_each_hidden_matrix_orthogonal() -> None:
@@ -253,6 +266,8 @@ def test_o10_decay_alone(name) -> None:
         ):  # its decay is a part of the gradient, so the first step is that's sign
             sign = DECAY * old / (np.abs(DECAY * old) + 1e-8)
             np.testing.assert_allclose(new, old - RATE * sign, rtol=1e-5, atol=1e-6)
+        elif name == "lamb":  # a step of decay alone is as long as the matrix, whatever the decay
+            np.testing.assert_allclose(new, (1 - RATE) * old, rtol=1e-5, err_msg=leaf)
         else:
             np.testing.assert_allclose(new, 0.99 * old, rtol=1e-6, err_msg=leaf)
 

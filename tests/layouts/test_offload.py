@@ -253,7 +253,7 @@ def test_activations_on_the_host_change_nothing(
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "lion", "adafactor", "muon", "lamb"])
 def test_other_optimizers_see_each_layer_alone(tmp_path: Path, name: str) -> None:
     """Those that work on whole matrices add up in another order; they agree to rounding."""
     wide = {"train.precision": "float64", "optimizer.clip_norm": 1.0}
