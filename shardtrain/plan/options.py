@@ -14,7 +14,7 @@ class PlanOptions:
     target: str = "h100:1x8"
     """The cluster: CHIP:HOSTSxCHIPS, such as h100:64x8; docs/hardware.md lists the chips."""
     search: bool = True
-    """Whether to look at all other layouts too."""
+    """Whether to look at all other layouts too; `--no_search` = only at the config's own."""
     top: int = 10
     """Layouts to print."""
     objective: Literal["time", "memory", "cost"] = "time"

@@ -38,10 +38,8 @@ def config(**changes: Any) -> Any:
     return load_config(sections, changes)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["data 8, zero 3", pytest.param("data 8, zero 1, 4 microbatches", marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_device_holds_less_by_what_is_on_the_host(layout: str) -> None:
     """Nine tenths of it: three layers of the state are on their way at any time."""
     peaks = {}

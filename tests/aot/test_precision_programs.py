@@ -61,7 +61,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-SHORT = ("fp8, zero 3, 2 microbatches", "wide parameters, zero 1")
+SHORT = ("fp8, zero 3, 2 microbatches",)
 """In the short run; the others are in the marked one."""
 
 
