@@ -31,7 +31,14 @@ from shardtrain.cli_interop import (
 from shardtrain.cli_launch import SHORT, LaunchFlags, launch_command
 from shardtrain.cli_plan import PlanFlags, plan_command
 from shardtrain.cli_schedule import ScheduleOptions, schedule_command
-from shardtrain.config import LanguageRunConfig, RunConfig, load_config, to_template, to_toml
+from shardtrain.config import (
+    LanguageRunConfig,
+    RunConfig,
+    load_config,
+    only_language,
+    to_template,
+    to_toml,
+)
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import (
     EXIT_FAULT_OF_OURS,
@@ -241,9 +248,9 @@ def _evaluate(options: Evaluate, config: RunConfig, words: list[str]) -> int:
     _devices(config)
     from shardtrain.commands_trained import eval_command, eval_file_command
 
-    trained = load_config(options.run)
     has_file = any(word.partition("=")[0] == "--data.path" for word in words)
-    if has_file and isinstance(config, LanguageRunConfig) and isinstance(trained, type(config)):
+    if has_file and isinstance(config, LanguageRunConfig):
+        trained = only_language(load_config(options.run), "the loss of a file")
         return eval_file_command(config, trained, json=options.json)
     return eval_command(config, json=options.json)
 

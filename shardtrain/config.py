@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardtrain.checkpoint.config import CheckpointConfig
 from shardtrain.config_files import put, read_source
-from shardtrain.config_images import image_faults
+from shardtrain.config_images import image_faults, weight_faults
 from shardtrain.config_init import inherit
 from shardtrain.config_keys import section_faults
 from shardtrain.config_language import known_tokens, language_faults
@@ -404,14 +404,7 @@ def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[Co
         *image_faults(
             config.model, config.data, config.train, config.sharding, config.offload, degrees
         ),
-        *(
-            ConfigError(f'model.type="{config.model.type}" cannot use it; leave it out', where=key)
-            for key, is_set in (
-                (f"run.init={config.run.init}", config.run.init),
-                (f"lora.rank={config.lora.rank}", config.lora.rank),
-            )
-            if is_set
-        ),
+        *weight_faults(config.run.init, config.lora.rank),
     ]
 
 

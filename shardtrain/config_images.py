@@ -12,6 +12,7 @@ from shardtrain.models.config import ResNetConfig
 from shardtrain.plan.layout import Degrees, batch_faults
 from shardtrain.sharding.config import ShardingConfig
 from shardtrain.strategies.config import OffloadConfig, TrainConfig
+from shardtrain.strategies.precision_words import words_of
 
 _WITHOUT: Mapping[str, str] = {
     "pipeline": "its blocks differ, so that stages could not share them",
@@ -51,6 +52,23 @@ def image_faults(
     ]
 
 
+def weight_faults(init: str, rank: int) -> list[ConfigError]:
+    """Return why such a run cannot begin with weights of others, or adapt them.
+
+    Args:
+        init: `run.init`.
+        rank: `lora.rank`.
+
+    Returns:
+        One error for each that is set.
+    """
+    return [
+        ConfigError('model.type="resnet" cannot use it; leave it out', where=f"{key}={value}")
+        for key, value in (("run.init", init), ("lora.rank", rank))
+        if value
+    ]
+
+
 def _layout(
     train: TrainConfig, sharding: ShardingConfig, degrees: Degrees
 ) -> Iterator[ConfigError]:
@@ -80,7 +98,8 @@ def _layout(
 
 def _layers(train: TrainConfig, offload: OffloadConfig) -> Iterator[ConfigError]:
     """What is for stacks of equal layers alone."""
-    if "fp8" in train.precision:
+    words = words_of(train.precision)
+    if words is not None and words.products:
         yield ConfigError(
             'model.type="resnet" has no stack of layers whose products could be in fp8; use '
             '"bfloat16"',

@@ -7,6 +7,7 @@ Owns: the checks of `[lora]` that other sections have a part in. Does not own: w
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import LoraConfig
 from shardtrain.strategies.config import OffloadConfig, TrainConfig
+from shardtrain.strategies.precision_words import words_of
 
 
 def lora_faults(lora: LoraConfig, train: TrainConfig, offload: OffloadConfig) -> list[ConfigError]:
@@ -29,7 +30,8 @@ def lora_faults(lora: LoraConfig, train: TrainConfig, offload: OffloadConfig) ->
                 cure="leave it out",
             )
         )
-    if "fp8" in train.precision:
+    words = words_of(train.precision)
+    if words is not None and words.products:
         faults.append(
             ConfigError(
                 f"{where}: products with a frozen weight and its adapters are not made in fp8",

@@ -6,7 +6,7 @@ Owns: the checks of `[offload]` that other sections have a part in. Does not own
 
 from shardtrain.errors import ConfigError
 from shardtrain.strategies.config import OffloadConfig, TrainConfig, host_names
-from shardtrain.strategies.precision_words import WHERE, parse_precision
+from shardtrain.strategies.precision_words import WHERE, words_of
 
 
 def offload_faults(offload: OffloadConfig, train: TrainConfig) -> list[ConfigError]:
@@ -25,9 +25,8 @@ def offload_faults(offload: OffloadConfig, train: TrainConfig) -> list[ConfigErr
                 where=f'train.remat="{train.remat}"',
             )
         )
-    try:
-        words = parse_precision(train.precision)
-    except ConfigError:
+    words = words_of(train.precision)
+    if words is None:
         return faults
     if offload.parameters != "device" and (
         words.params != words.compute or words.products == "fp8_delayed"

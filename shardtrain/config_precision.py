@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import TransformerConfig
 from shardtrain.optim.config import WITH_SECOND_MOMENT, OptimizerConfig
-from shardtrain.strategies.precision_words import WHERE, decay_fault, parse_precision
+from shardtrain.strategies.precision_words import WHERE, decay_fault, parse_precision, words_of
 
 
 def precision_faults(text: str, optimizer: OptimizerConfig) -> list[ConfigError]:
@@ -35,9 +35,8 @@ def layer_precision_faults(text: str, model: TransformerConfig) -> list[ConfigEr
         text: `train.precision`; one that is none is somebody else's fault.
         model: its section.
     """
-    try:
-        words = parse_precision(text)
-    except ConfigError:
+    words = words_of(text)
+    if words is None:
         return []
     faults: list[ConfigError] = []
     if model.attention == "cudnn" and words.compute not in ("bfloat16", "float16"):

@@ -7,17 +7,19 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+_SECTION = ConfigDict(
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+)
+
 
 class DataConfig(BaseModel):
     """What is learned from, and in what portions."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["text"] = "text"
     """Which data this is."""
@@ -49,13 +51,7 @@ class DataConfig(BaseModel):
 class ImageDataConfig(BaseModel):
     """Images and their classes, and in what portions they are learned from."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["images"] = "images"
     """Which data this is."""

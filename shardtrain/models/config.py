@@ -11,17 +11,19 @@ from pydantic import BaseModel, ConfigDict, Field
 GATED = ("swiglu", "geglu")
 """Activations whose MLP has two halves, one of which gates the other."""
 
+_SECTION = ConfigDict(
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+)
+
 
 class LoraConfig(BaseModel):
     """Train a change of low rank and leave the model's own weights as they are."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     rank: int = Field(0, ge=0)
     """Inner width of the change (LoRA, arXiv 2106.09685). 0 = all weights are trained."""
@@ -35,13 +37,7 @@ class LoraConfig(BaseModel):
 class TransformerConfig(BaseModel):
     """A decoder-only transformer: GPT, Llama and BLOOM are choices of these keys."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["transformer"] = "transformer"
     """Which model this is."""
@@ -131,13 +127,7 @@ class TransformerConfig(BaseModel):
 class ResNetConfig(BaseModel):
     """A residual network for images (He et al. 2015, arXiv 1512.03385; its version 1.5)."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["resnet"] = "resnet"
     """Which model this is."""

@@ -117,13 +117,7 @@ class Streamed:
     ) -> tuple[PyTree, PyTree]:
         """Updates every leaf; see `Sweep`."""
         shardings = self.placement.optimizer_state(jax.eval_shape(lambda: state))
-        rest = self.placement.optimizer
-        at_hand = jax.tree.map(
-            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
-            params,
-            rest,
-            self.placement.away,
-        )
+        at_hand = self.placement.constrain_here(params, self.placement.optimizer)
         old = _Leaves(
             grads=dict(leaves_by_path(grads)),
             params=dict(leaves_by_path(at_hand)),

@@ -97,12 +97,7 @@ class Optimizer:
         factor = self.clip_norm / jnp.maximum(norm, self.clip_norm) if self.clip_norm else 1.0
         factor = factor / scale
         params, state = self.sweep(self._advance(key), (factor, rate, moved), grads, state, params)
-        params = jax.tree.map(
-            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
-            params,
-            self.placement.params,
-            self.placement.away,
-        )
+        params = self.placement.constrain_here(params, self.placement.params)
         numbers = {"grad_norm": norm, "learning_rate": rate, "moved": moved, "finite": finite}
         return params, state, numbers
 

@@ -218,6 +218,15 @@ class Placement:
         """The sharding of what every device holds."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def constrain_here(self, params: PyTree, shardings: PyTree) -> PyTree:
+        """Says where every parameter is that is on the device; what is away is left alone."""
+        return jax.tree.map(
+            lambda x, place, away: x if away else jax.lax.with_sharding_constraint(x, place),
+            params,
+            shardings,
+            self.away,
+        )
+
     def optimizer_state(self, abstract: PyTree) -> PyTree:
         """A sharding for every leaf of an optimizer's state.
 

@@ -117,6 +117,14 @@ def parse_precision(text: str) -> Words:
     return found
 
 
+def words_of(text: str) -> Words | None:
+    """The same; None for a precision that is none, for whoever leaves that to another."""
+    try:
+        return parse_precision(text)
+    except ConfigError:
+        return None
+
+
 def _split(text: str) -> tuple[str, dict[str, str]]:
     """The name, perhaps none, and the parts."""
     parts = [part.strip() for part in text.split(",")]

@@ -7,17 +7,19 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_SECTION = ConfigDict(
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    use_attribute_docstrings=True,
+)
+
 
 class LanguageModelConfig(BaseModel):
     """Predict the next token."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["language_model"] = "language_model"
     """Which task this is."""
@@ -31,13 +33,7 @@ class LanguageModelConfig(BaseModel):
 class ImageClassificationConfig(BaseModel):
     """Tell the class of an image."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = _SECTION
 
     type: Literal["image_classification"] = "image_classification"
     """Which task this is."""
