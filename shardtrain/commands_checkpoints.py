@@ -276,7 +276,7 @@ def _leaf(path: Path, record: StepRecord, name: str) -> NDArray[Any]:
 
     from shardtrain.checkpoint import arrays
 
-    tree = arrays.read(path / folder.STATE, arrays.nested({name: record.leaves[name]}))
+    tree, _ = arrays.read(path, arrays.nested({name: record.leaves[name]}))
     (leaf,) = jax.tree.leaves(tree)
     return np.asarray(leaf)
 

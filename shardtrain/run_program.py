@@ -27,6 +27,7 @@ from shardtrain.strategies.loss_scale import DynamicScale, LossScale, Unscaled
 from shardtrain.strategies.precision import Policy, policy
 from shardtrain.train.build import Layout, Program
 from shardtrain.train.kept import EMA, Average, Kept, Part
+from shardtrain.train.rundir import DISK
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -60,6 +61,7 @@ def make_program(
         runner=work.runner(mesh, size),
         tiers=make_tiers(config, dtypes),
         arrange=work.arrange(mesh, compute),
+        disk_folder=config.offload.disk_path or f"{config.run.dir}/{DISK}",
     )
     return Program(
         create=work.create(size),
@@ -94,12 +96,12 @@ def make_training(lora: LoraConfig) -> Training:
 
 
 def make_tiers(config: RunConfig, dtypes: Policy) -> Tiers:
-    """What rests on the host."""
+    """What does not rest on the device."""
     offload = config.offload
     return Tiers(
-        moments=offload.optimizer == "host",
-        master=offload.master == "host" and dtypes.has_master,
-        parameters=offload.parameters == "host",
+        moments=offload.optimizer,
+        master=offload.master if dtypes.has_master else "device",
+        parameters=offload.parameters,
         fraction=offload.fraction,
         updates=offload.update == "host",
     )

@@ -84,7 +84,7 @@ def save_base(checkpoints: Checkpointer, state: TrainState, program: Program) ->
     """
     base = base_of(checkpoints)
     if state.frozen != () and not base.steps():
-        base.save(0, {"frozen": program.to_saved(state).frozen}, {})
+        base.save(0, {"frozen": program.saved.save(state).frozen}, {})
         base.wait()
 
 
@@ -106,10 +106,10 @@ def restore_state(
         found = checkpoints.restore(step, {"params": program.abstract_weights})
         return program.init_from(found["params"], evaluates=evaluates)
     check_base(checkpoints, step)
-    whole = program.abstract_saved
+    whole = program.saved.wanted
     wanted = whole.replace(frozen=(), opt_state=() if evaluates else whole.opt_state)
     saved: TrainState = checkpoints.restore(step, wanted, subset=evaluates, missing={"skipped": 0})
     if whole.frozen != ():
         frozen = base_of(checkpoints).restore(0, {"frozen": whole.frozen})["frozen"]
         saved = saved.replace(frozen=frozen)
-    return program.from_saved(saved)
+    return program.saved.rest(saved)

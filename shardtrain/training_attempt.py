@@ -387,7 +387,7 @@ class Attempt:
         metadata = {"config": self.run.config.model_dump(), "tokens": self.run.info.digest}
         metadata |= {BASE: digest} if (digest := base_digest(self.checkpoints)) else {}
         # The frozen weights are there already, and none of them has changed.
-        saved = self.run.program.to_saved(state).replace(frozen=())
+        saved = self.run.program.saved.save(state).replace(frozen=())
         metric = values.get("val_loss")
         self.checkpoints.save(step, saved, metadata, metric=metric)
 

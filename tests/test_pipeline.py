@@ -130,13 +130,13 @@ def test_a_state_is_saved_in_model_order_and_comes_back(optimizer) -> None:
     case = dataclasses.replace(UNEVEN, optimizer=optimizer, style="llama")
     piped, plain = (subject(c).program for c in (case, case.on_one_device()))
     state, wanted = piped.init(), plain.init()
-    saved = piped.to_saved(state)
+    saved = piped.saved.save(state)
     shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), tree) for tree in (saved, wanted)]
     assert shapes[0] == shapes[1]
     jax.tree.map(
         np.testing.assert_array_equal, *(jax.device_get(t.params) for t in (saved, wanted))
     )
-    back = piped.from_saved(piped.to_saved(state))
+    back = piped.saved.rest(piped.saved.save(state))
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(*map(np.asarray, (a, b))),
         dataclasses.replace(state, key=0),

@@ -20,13 +20,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from shardtrain.checkpoint.folder import LeafRecord
+from shardtrain.checkpoint.folder import APART, STATE, LeafRecord
 from shardtrain.errors import CheckpointError
 from shardtrain.ops.digest import host_digest, pieces
+from shardtrain.sharding.disk import Apart
 
 PyTree = Any
-Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct | Apart
 
+_ALONE = "value"  # what a leaf is called in a folder of its own
 _SHOWN = 8  # differences named in one refusal
 _TIMEOUT_SECONDS = 24 * 3600  # a slow disk is not an error; a stuck one is the watchdog's affair
 
@@ -58,6 +60,20 @@ class Leaves:
         """
         return {name: _digest(leaf) for name, leaf in self.by_name.items()}
 
+    def apart(self) -> tuple["Leaves", dict[str, Apart]]:
+        """Separate the leaves that must not be in memory together.
+
+        Returns:
+            All others, as a tree of their names, and these by name.
+        """
+        turns = {name: leaf for name, leaf in self.by_name.items() if isinstance(leaf, Apart)}
+        rest = {name: leaf for name, leaf in self.by_name.items() if name not in turns}
+        tree: dict[str, Any] = {}
+        for name, leaf in rest.items():
+            _insert(tree, self.paths[name], leaf)
+        paths = {name: self.paths[name] for name in rest}
+        return Leaves(rest, paths, jax.tree.structure(tree)), turns
+
     def num_bytes(self) -> int:
         """Add up the bytes of the leaves.
 
@@ -87,7 +103,7 @@ def flatten(tree: PyTree) -> Leaves:
         name = "/".join(parts)
         if isinstance(leaf, int | float | np.generic):
             leaf = np.asarray(leaf)
-        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct | Apart):
             raise TypeError(f"{name}: expected an array, got {type(leaf).__name__}")
         assert name not in by_name, f"two leaves are called {name}"
         assert name.count("/") == len(parts) - 1, f"a key of {name} has a slash"
@@ -206,40 +222,85 @@ class Writer:
         self._orbax.close()
 
 
-def read(path: Path, wanted: Leaves, values: Mapping[str, int] | None = None) -> PyTree:
+def single(name: str, leaf: Leaf) -> Leaves:
+    """Return a leaf as a tree of its own.
+
+    Args:
+        name: What it is called.
+        leaf: The array, or its shape.
+    """
+    return Leaves({name: leaf}, {name: (_ALONE,)}, jax.tree.structure({_ALONE: 0}))
+
+
+def read(
+    path: Path, wanted: Leaves, values: Mapping[str, int] | None = None
+) -> tuple[PyTree, Digests]:
     """Read leaves straight to where they belong.
 
     Args:
-        path: The folder that `Writer` wrote.
-        wanted: Abstract leaves; without a sharding a leaf comes back as a NumPy array.
+        path: The folder of a step: `STATE` in it has all leaves but those that were saved by
+            themselves.
+        wanted: Abstract leaves; without a sharding a leaf comes back as a NumPy array. One that is
+            `Apart` is read when no other one of them is in memory.
         values: What leaves are filled with that are not in the folder.
 
     Returns:
-        The tree of `wanted`.
+        The tree of `wanted`, and what `Leaves.digests` gives for it.
 
     Raises:
         ValueError: The files are damaged.
     """
     values = values or {}
+    stored = {
+        name: leaf for name, leaf in wanted.by_name.items() if _num_bytes(leaf) and name not in values
+    }
+    by_itself = {name for name in stored if (path / APART / name).is_dir()}
+    together = {
+        name: leaf
+        for name, leaf in stored.items()
+        if name not in by_itself and not isinstance(leaf, Apart)
+    }
+    found = _read(path / STATE, together, wanted.paths)
+    digests = {name: _digest(leaf) for name, leaf in found.items()}
+    for name, leaf in stored.items():
+        if name in together:
+            continue
+        whole = (
+            _read(path / APART / name, {name: leaf}, {name: (_ALONE,)})
+            if name in by_itself
+            else _read(path / STATE, {name: leaf}, wanted.paths)
+        )[name]
+        digests[name] = known(_digest(whole)())
+        found[name] = leaf.store(whole) if isinstance(leaf, Apart) else whole
+    for name, leaf in wanted.by_name.items():
+        if name not in stored:
+            found[name] = _filled(leaf, values.get(name, 0))
+            digests[name] = _digest(found[name])
+    leaves = [found[name] for name in wanted.by_name]
+    return jax.tree.unflatten(wanted.treedef, leaves), digests
+
+
+def known(total: NDArray[np.uint32]) -> Callable[[], NDArray[np.uint32]]:
+    """Return a digest that is computed already, as `Leaves.digests` has them."""
+    return lambda: total
+
+
+def _read(
+    path: Path, leaves: Mapping[str, Leaf], paths: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """Leaves of one folder that Orbax wrote, by name."""
     item: dict[str, Any] = {}
     how: dict[str, Any] = {}
-    for name, leaf in wanted.by_name.items():
-        if _num_bytes(leaf) and name not in values:
-            _insert(item, wanted.paths[name], 0)
-            _insert(how, wanted.paths[name], _restore_args(leaf))
+    for name, leaf in leaves.items():
+        _insert(item, paths[name], 0)
+        _insert(how, paths[name], _restore_args(leaf))
     if item:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         with ocp.Checkpointer(handler) as reader:
             item = reader.restore(
                 path, args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
             )
-    found = [
-        _filled(leaf, values.get(name, 0))
-        if name in values or not _num_bytes(leaf)
-        else _value(_lookup(item, wanted.paths[name]), leaf)
-        for name, leaf in wanted.by_name.items()
-    ]
-    return jax.tree.unflatten(wanted.treedef, found)
+    return {name: _value(_lookup(item, paths[name]), leaf) for name, leaf in leaves.items()}
 
 
 def nested(records: Mapping[str, LeafRecord]) -> Leaves:

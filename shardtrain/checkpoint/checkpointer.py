@@ -27,6 +27,7 @@ from shardtrain.checkpoint import arrays, folder
 from shardtrain.checkpoint.retention import Retention, Step
 from shardtrain.errors import CheckpointError
 from shardtrain.ops.digest import text
+from shardtrain.sharding.disk import Apart
 from shardtrain.sharding.processes import Alone, Processes, told_by_all
 
 PyTree = Any
@@ -351,9 +352,11 @@ class Checkpointer:
             error = failed
         try:
             self._agreed(f"{name} begun", error)
-            digests = leaves.digests()
             self._writer = self._writer or arrays.Writer()
-            self._writer.start(temporary / folder.STATE, leaves)
+            together, turns = leaves.apart()
+            by_themselves = self._save_in_turn(name, temporary, turns)
+            digests = {**by_themselves, **together.digests()}
+            self._writer.start(temporary / folder.STATE, together)
         except Exception as error:
             if self._leads:
                 folder.remove(temporary)
@@ -365,6 +368,20 @@ class Checkpointer:
             name=f"save-{step}",
         )
         self._thread.start()
+
+    def _save_in_turn(
+        self, name: str, temporary: Path, leaves: Mapping[str, Apart]
+    ) -> arrays.Digests:
+        """Saves leaves that must not be in memory together, and waits for each."""
+        digests = {}
+        for leaf, apart in leaves.items():
+            one = arrays.single(leaf, apart.load())
+            # Now, for the next one takes its memory.
+            digests[leaf] = arrays.known(one.digests()[leaf]())
+            assert self._writer is not None
+            self._writer.start(temporary / folder.APART / leaf, one)
+            self._finish(f"{name} {leaf}")
+        return digests
 
     def _commit(
         self,
@@ -596,8 +613,8 @@ class Checkpointer:
         values = {k: v for k, v in (missing or {}).items() if k not in record.leaves}
         stored = dict(record.leaves) | {k: r for k, r in wanted.records().items() if k in values}
         arrays.check_fit(stored, wanted.records(), subset=subset, where=where)
-        restored = self._read(step, wanted, values)
-        digests = self._whole(self._round("restored"), arrays.flatten(restored).digests())
+        restored, found = self._read(step, wanted, values)
+        digests = self._whole(self._round("restored"), found)
         apart = [
             name
             for name, record_ in record.leaves.items()
@@ -626,13 +643,13 @@ class Checkpointer:
         Raises:
             CheckpointError: There is no such step, or it cannot be read.
         """
-        tree: dict[str, Any] = self._read(step, arrays.nested(self.record(step).leaves))
+        tree: dict[str, Any] = self._read(step, arrays.nested(self.record(step).leaves))[0]
         return tree
 
     def _read(
         self, step: int, wanted: arrays.Leaves, values: Mapping[str, int] | None = None
-    ) -> PyTree:
-        path = self.directory / str(step) / folder.STATE
+    ) -> tuple[PyTree, arrays.Digests]:
+        path = self.directory / str(step)
         try:
             return arrays.read(path, wanted, values or {})
         except (OSError, ValueError, KeyError) as error:

@@ -30,6 +30,7 @@ FORMAT = "shardtrain-checkpoint"
 FORMAT_VERSION = 2
 RECORD = "checkpoint.json"
 STATE = "state"
+APART = "apart"
 TEMPORARY = ".shardtrain-tmp"
 DELETING = ".shardtrain-deleting"
 DAMAGED = ".shardtrain-damaged"

@@ -20,6 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+_AT_ONCE: Final = 64 << 20
+"""Bytes of a block on the host whose digest is computed in one go."""
 _LANES: Final = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0x27D4EB2F, 0x165667B1, 0x2545F491))
 
 
@@ -117,6 +119,13 @@ def _piece(
     block: NDArray[Any], index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> NDArray[np.uint32]:
     """The digest of a block of a larger array, on the host."""
+    rows = max(1, _AT_ONCE * len(block) // max(block.nbytes, 1)) if block.ndim else 1
+    if block.ndim and rows < len(block):  # what is computed takes more bytes than the block
+        begin, found = (index[0].start or 0) if index else 0, np.zeros(2, np.uint32)
+        for start in range(0, len(block), rows):
+            part = block[start : start + rows]
+            found += _piece(part, (slice(begin + start, None), *index[1:]), shape)
+        return found
     words = np.ascontiguousarray(block).view(np.uint8).reshape(*block.shape, -1)
     width = {1: np.uint8, 2: np.uint16}.get(block.dtype.itemsize, np.uint32)
     bits = np.ascontiguousarray(words).view(width).astype(np.uint32)

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.experimental import compute_on
 
-from shardtrain.optim.sweep import Advance, Numbers
+from shardtrain.optim.sweep import Advance, First, Numbers
 from shardtrain.sharding.placement import Placement
 
 PyTree = Any
@@ -30,6 +30,10 @@ class OnHost:
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
         return self.transform.init(master)
+
+    def first(self, make: First, master: PyTree) -> PyTree:
+        """The state before the first update; see `Sweep`."""
+        return make(self.init, master)
 
     def __call__(
         self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree

@@ -7,7 +7,8 @@ State on the host is never on the device as a whole: copying all of it in, updat
 out would hold more than no offload at all. A leaf that is no layer's is a group of its own; the
 layers of the stack are groups of one layer a stage. While one layer is computed the next is on its
 way in, and the one before on its way out. XLA may fetch single leaves and the first layer early,
-while the backward still runs, where there is room.
+while the backward still runs, where there is room. With a disk it is the same: a layer is read
+while the one before is computed, and written behind (`sharding.disk_files`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from shardtrain.sharding.disk import Disk, Rows, Token
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import (
     Placement,
@@ -29,6 +31,8 @@ from shardtrain.sharding.placement import (
 )
 from shardtrain.sharding.tiers import DEVICE, MASTER
 
+STATE: Final = "state"
+"""What of the layers' state rests on a disk, by this name."""
 UPDATE: Final = "update"
 """The scope of the loop over layers: the name of its operations in a compiled program."""
 
@@ -49,6 +53,11 @@ _One = Callable[..., tuple[PyTree, PyTree]]
 """The same with the numbers given."""
 
 
+First = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
+"""(the transformation's `init`, parameters in the master dtype) -> the optimizer's state, of any part
+of the leaves."""
+
+
 class Sweep(Protocol):
     """How an update goes through the leaves."""
 
@@ -59,6 +68,15 @@ class Sweep(Protocol):
 
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
+        ...
+
+    def first(self, make: First, master: PyTree) -> PyTree:
+        """The state before the first update, as it rests.
+
+        Args:
+            make: makes that of some parameters.
+            master: all of them, in the master dtype.
+        """
         ...
 
     def __call__(
@@ -91,6 +109,10 @@ class Whole:
         """The transformation's state for all parameters."""
         return self.transform.init(master)
 
+    def first(self, make: First, master: PyTree) -> PyTree:
+        """The state before the first update; see `Sweep`."""
+        return make(self.init, master)
+
     def __call__(
         self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
@@ -106,11 +128,35 @@ class Streamed:
     placement: Placement
     stacked: Callable[[], frozenset[str]]
     """Paths of the state and of the parameters that hold one entry a layer."""
+    disk: Callable[[], Disk] = Disk
+    """What rests on a disk."""
     on_device: bool = True
 
     def init(self, master: PyTree) -> PyTree:
         """The transformation's state for all parameters."""
         return self.make_transform(self.placement.names).init(master)
+
+    def first(self, make: First, master: PyTree) -> PyTree:
+        """The state before the first update, layer by layer where it goes to a disk; see `Sweep`."""
+        state, disk = make(self.init, master), self.disk()
+        masters, whole = dict(leaves_by_path(master)), dict(leaves_by_path(state))
+        versions: Flat = {}
+        for path, end in disk.ends.items():
+            versions[path] = end.write(0, {path: whole[path]})
+        if STATE in disk.layers:
+            rows, stacked = disk.layers[STATE], self.stacked()
+            layers = [path for path in masters if path in stacked]
+            stages = self._stages(layers)
+            names = names_by_path(self.placement.names)
+            transform = self.make_transform(_nested({path: names[path] for path in layers}))
+
+            def put(token: Token, index: Any) -> tuple[Token, None]:
+                row = _nested({path: _row(masters[path], index, stages) for path in layers})
+                return rows.write(index, dict(leaves_by_path(make(transform.init, row))), token), None
+
+            version, _ = jax.lax.scan(put, jnp.int32(0), jnp.arange(rows.group.rows))
+            versions |= dict.fromkeys(rows.paths, version)
+        return _filled(state, whole | versions)
 
     def __call__(
         self, advance: Advance, numbers: Numbers, grads: PyTree, state: PyTree, params: PyTree
@@ -123,6 +169,7 @@ class Streamed:
             params=dict(leaves_by_path(at_hand)),
             state=dict(leaves_by_path(state)),
             places=dict(leaves_by_path(shardings)) | dict(leaves_by_path(self.placement.params)),
+            disk=self.disk(),
         )
         stacked = self.stacked()
         ends, layers = ([p for p in old.params if (p in stacked) is want] for want in (False, True))
@@ -140,39 +187,51 @@ class Streamed:
         """Updates a leaf that is no layer's."""
         transform, part = self._part([path], old)
         state = {name: old.state[name] for name, _ in leaves_by_path(part)}
+        on_disk = {name: old.disk.ends[name] for name in state if name in old.disk.ends}
+        read = {name: rows.read(0, state[name]) for name, rows in on_disk.items()}
+        here = {name: found[name] for name, (found, _) in read.items()}
         new_params, new = advance(
             transform,
             _nested({path: old.grads[path]}),
-            _filled(part, old.to_device(state)),
+            _filled(part, old.to_device(state | here)),
             _nested({path: old.params[path]}),
             None,
         )
         made = {path: old.to_rest(path, x) for path, x in leaves_by_path(new)}
-        return dict(leaves_by_path(new_params)), made
+        written = {
+            name: rows.write(0, {name: made[name]}, read[name][1]) for name, rows in on_disk.items()
+        }
+        return dict(leaves_by_path(new_params)), made | written
 
     def _layers(
         self, advance: _One, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
     ) -> tuple[Flat, Flat]:
         """Updates the stack, a layer of each stage at a time."""
+        disk = old.disk.layers.get(STATE)
+        on_disk = disk.paths if disk else ()
         stages = self._stages(layers)
         count = old.params[layers[0]].shape[0] // stages
         transform, part = self._part(layers, old, rows=stages)
         names = [name for name, _ in leaves_by_path(part)]
-        rows = [path for path in names if path in stacked]
+        rows = [path for path in names if path in stacked and path not in on_disk]
         # Counts and the like: each layer begins with the old ones.
-        shared = {path: old.state[path] for path in names if path not in stacked}
+        shared = {path: old.state[path] for path in names if path not in {*rows, *on_disk}}
         stacks = {path: old.state[path] for path in rows}
         params = {path: old.params[path] for path in layers}
 
-        def load(stacks: Flat, params: Flat, index: Any) -> tuple[Flat, Flat]:
+        version = old.state[on_disk[0]] if on_disk else jnp.int32(0)
+
+        def load(stacks: Flat, params: Flat, index: Any) -> tuple[Flat, Flat, Token]:
+            read, token = disk.read(index, version) if disk else ({}, version)
             return (
-                old.to_device({p: _row(x, index, stages) for p, x in stacks.items()}),
+                old.to_device({p: _row(x, index, stages) for p, x in stacks.items()}) | read,
                 # Those that the device has are read in their own turn.
                 old.to_device({p: _row(params[p], index, stages) for p in old.away}),
+                token,
             )
 
         def turn(carry: Any, index: Any) -> tuple[Any, None]:
-            (here, fetched), stacks, params, _ = carry
+            (here, fetched, _), stacks, params, written, _ = carry
             # The last turn loads its own layer once more: a branch would hold both at once.
             following = load(stacks, params, jnp.minimum(index + 1, count - 1))
             at_hand = {p: _row(params[p], index, stages) for p in layers if p not in fetched}
@@ -184,18 +243,20 @@ class Streamed:
                 index + count * jnp.arange(stages),
             )
             found, made = dict(leaves_by_path(new)), dict(leaves_by_path(new_params))
+            if disk:
+                written = disk.write(index, found, written, following[2])
             # Read before it is written: otherwise a whole stack would be copied on the host.
             following, stacks, params = jax.lax.optimization_barrier((following, stacks, params))
             stacks, params = (
                 {p: _put(x, old.to_rest(p, rows[p]), index, stages) for p, x in leaves.items()}
                 for leaves, rows in ((stacks, found), (params, made))
             )
-            return (following, stacks, params, {p: found[p] for p in shared}), None
+            return (following, stacks, params, written, {p: found[p] for p in shared}), None
 
-        carry = (load(stacks, params, 0), stacks, params, shared)
+        carry = (load(stacks, params, 0), stacks, params, version, shared)
         with jax.named_scope(UPDATE):
-            (_, stacks, params, counts), _ = jax.lax.scan(turn, carry, jnp.arange(count))
-        return params, stacks | counts
+            (_, stacks, params, written, counts), _ = jax.lax.scan(turn, carry, jnp.arange(count))
+        return params, stacks | counts | dict.fromkeys(on_disk, written)
 
     # -- parts of trees
 
@@ -232,6 +293,7 @@ class _Leaves:
     state: Flat
     places: Mapping[str, NamedSharding]
     """Of the state and of the parameters."""
+    disk: Disk
 
     @property
     def on_host(self) -> frozenset[str]:

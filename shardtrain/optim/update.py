@@ -4,6 +4,7 @@ Owns master weights and the arithmetic of an update. Does not own: how it goes t
 (`sweep`), all at once or layer by layer from the host's memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,15 @@ class Optimizer:
     """How what rests in fewer bits than it is updated in comes to them."""
 
     def init(self, master: PyTree) -> PyTree:
-        """The state for parameters in the master dtype."""
-        moments = self.sweep.init(cast(master, self.policy.wide))
+        """The state for parameters in the master dtype, whole."""
+        return self._state(self.sweep.init, master)
+
+    def first(self, master: PyTree) -> PyTree:
+        """The same state as it rests."""
+        return self.sweep.first(self._state, master)
+
+    def _state(self, init: Callable[[PyTree], PyTree], master: PyTree) -> PyTree:
+        moments = init(cast(master, self.policy.wide))
         state = {"transform": self._narrow(moments, dict(leaves_by_path(master)))}
         return {**state, MASTER: master} if self.policy.has_master else state
 

@@ -84,7 +84,7 @@ class Plan:
         program = self.workload.program
         if self.fits or program.layout.tiers.any:
             return None
-        tiers = Tiers(moments=True, master=program.policy.has_master)
+        tiers = Tiers(moments="host", master="host" if program.policy.has_master else "device")
         moved = replace(program, layout=replace(program.layout, tiers=tiers))
         found = candidate(replace(self.workload, program=moved), self.own.layout, self.cluster)
         return found if found.memory.total <= self.room else None

@@ -1,17 +1,21 @@
 """What rests on a disk, inside programs: rows are read and written where the program stands.
 
-Owns: the two operations, and how devices of a mesh have their own parts of a row. Does not own: the
-files (`disk_files`), and which tensors are there.
+Owns: the two operations, how the devices of a mesh have their own parts of a row, and how a whole
+tensor comes from there and goes there. Does not own: the files (`disk_files`), and which tensors
+are there (`tiers`).
 
-A tensor on a disk is in the state of a run by its versions, int32 [rows]: a read takes the row's
-version and a write gives the next one, so programs wait for each other as they do for any array.
+A tensor on a disk is in the state of a run by its version, an int32: a read takes it and a write
+gives the next one, so programs wait for each other as they do for any array.
+
 jax's own callbacks copy their arguments once more, to a device of the CPU, and wait for that
 in the threads that would do it; on CPU devices all of them can wait at once. So these are
 operations of their own, whose callback gets NumPy arrays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,79 +23,270 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
-from shardtrain.sharding.disk_files import DiskFiles, Group
+from shardtrain.sharding.disk_files import Block, DiskFiles, Group
+PyTree = Any
+Flat = dict[str, Any]
+Token = Any
+"""An int32 that an operation gives, and that one which must come after it takes."""
 
-read_row = Primitive("disk_read")
-read_row.multiple_results = True
-write_row = Primitive("disk_write")
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A leaf that is in memory by itself only: leaves like it are saved and restored in turn."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    load: Callable[[], jax.Array]
+    """Reads it."""
+    store: Callable[[jax.Array], Any]
+    """Writes it; what stands in its place in the state."""
 
 
-def read(
-    files: DiskFiles, group: Group, specs: Mapping[str, PartitionSpec], row: Any, version: Any, mesh: Any, axes: frozenset[str]
-) -> dict[str, jax.Array]:
-    """A row of a group, each device its own part.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Tensors of one mesh that are read and written together, a row at a time."""
+
+    name: str
+    files: DiskFiles
+    mesh: Mesh | AbstractMesh
+    leaves: Mapping[str, jax.ShapeDtypeStruct]
+    """Each tensor, whole and with its sharding, by path: [rows, ...]."""
+    stages: int = 1
+    """Into how many stages the first dim is split; a row has an entry of each."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The tensors."""
+        return tuple(self.leaves)
+
+    @property
+    def group(self) -> Group:
+        """A row as one device has it."""
+        rows = next(iter(self.leaves.values())).shape[0] // self.stages
+        return Group(self.name, rows, tuple(self._block(path) for path in self.paths))
+
+    def _block(self, path: str) -> Block:
+        leaf = self.leaves[path]
+        row = (self.stages, *leaf.shape[1:])
+        assert isinstance(leaf.sharding, NamedSharding)
+        return Block(path, leaf.sharding.shard_shape(row), np.dtype(leaf.dtype).name)
+
+    @property
+    def _specs(self) -> tuple[PartitionSpec, ...]:
+        return tuple(leaf.sharding.spec for leaf in self.leaves.values())  # type: ignore[union-attr]
+
+    def read(self, row: Any, version: Any) -> tuple[Flat, Token]:
+        """A row of every tensor, on the devices; in a traced function.
+
+        Args:
+            row: its number, the same in each stage.
+            version: of the tensors.
+
+        Returns:
+            By path [stages, ...], and a token for writes that must come later.
+        """
+
+        def own(row: jax.Array, version: jax.Array) -> tuple[jax.Array, ...]:
+            return read_row(self.files, self.group, device_number(self.mesh), row, version)
+
+        run = jax.shard_map(
+            own,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), *self._specs),
+            check_vma=False,
+        )
+        token, *found = run(jnp.asarray(row, jnp.int32), jnp.asarray(version, jnp.int32))
+        return dict(zip(self.paths, found, strict=True)), token
+
+    def write(self, row: Any, values: Flat, *after: Token) -> Token:
+        """Writes a row of every tensor; in a traced function.
+
+        Args:
+            row: its number, the same in each stage.
+            values: by path, [stages, ...].
+            after: tokens of what must come before.
+
+        Returns:
+            The row's version from now on, which is a token too.
+        """
+        after = tuple(jnp.asarray(token, jnp.int32) for token in after)
+
+        def own(row: jax.Array, after: tuple[jax.Array, ...], values: list[jax.Array]) -> jax.Array:
+            device = device_number(self.mesh)
+            found: jax.Array = _write_row.bind(
+                row, device, *values, *after, files=self.files, group=self.group
+            )
+            return found
+
+        version: jax.Array = jax.shard_map(
+            own,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), list(self._specs)),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(jnp.asarray(row, jnp.int32), after, [values[path] for path in self.paths])
+        return version
+
+    # -- whole tensors, outside of programs
+
+    def load(self, path: str, target: NamedSharding) -> jax.Array:
+        """A whole tensor.
+
+        Args:
+            path: which.
+            target: its sharding, in any memory.
+        """
+        numbers = {device: i for i, device in enumerate(self._devices)}
+        whole = self.leaves[path]
+
+        def part(device: jax.Device) -> Any:
+            rows = self.files.load(self.group, numbers[device], path)
+            # A row has an entry of each stage that this device is in, which is one or all.
+            return np.concatenate(rows)
+
+        pieces = [
+            jax.device_put(
+                part(device), SingleDeviceSharding(device, memory_kind=target.memory_kind)
+            )
+            for device in target.mesh.local_devices
+        ]
+        return jax.make_array_from_single_device_arrays(whole.shape, target, pieces)
+
+    def store(self, path: str, whole: jax.Array) -> jax.Array:
+        """Writes a whole tensor.
+
+        Args:
+            path: which.
+            whole: split over the mesh as it is to rest.
+
+        Returns:
+            Its version.
+        """
+        numbers = {device: i for i, device in enumerate(self._devices)}
+        rows = self.group.rows
+        for piece in whole.addressable_shards:
+            parts = np.split(np.asarray(piece.data), rows)
+            self.files.store(self.group, numbers[piece.device], path, parts)
+        assert isinstance(self.mesh, Mesh)
+        return jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, PartitionSpec()))
+
+    @property
+    def _devices(self) -> Sequence[jax.Device]:
+        assert isinstance(self.mesh, Mesh), "nothing rests on a disk of devices that are not here"
+        return list(self.mesh.devices.flat)
+
+
+@dataclass(frozen=True, eq=False)
+class Disk:
+    """All that a program has on a disk; nothing by default."""
+
+    layers: Mapping[str, Rows] = field(default_factory=dict)
+    """Tensors with an entry for each layer, by what they are of: such as `STATE`."""
+    ends: Mapping[str, Rows] = field(default_factory=dict)
+    """Every other tensor by its path: one row."""
+
+    @property
+    def by_path(self) -> dict[str, Rows]:
+        """Every tensor's rows."""
+        stacked = {path: rows for rows in self.layers.values() for path in rows.paths}
+        return {**stacked, **self.ends}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all rows of one device, with what aligns them in files."""
+        groups = [rows.group for rows in (*self.layers.values(), *self.ends.values())]
+        return sum(group.rows * group.nbytes for group in groups)
+
+
+def make_disk(
+    folder: str,
+    mesh: Mesh | AbstractMesh,
+    layers: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+    ends: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    stages: int,
+) -> Disk:
+    """The files of a program.
 
     Args:
-        files: where it is.
-        group: what of.
-        specs: how each tensor's row is split, by path.
-        row: its number, on each device the same.
-        version: which is meant.
+        folder: where they get a folder of their own.
         mesh: all devices.
-        axes: mesh axes that are not manual yet.
+        layers: tensors with an entry for each layer, by what they are of.
+        ends: other tensors.
+        stages: into how many the layers are split.
     """
-    names = [block.path for block in group.blocks]
-
-    def own(row: jax.Array, version: jax.Array) -> tuple[jax.Array, ...]:
-        device = _device_number(mesh)
-        return tuple(read_row.bind(row, device, version, files=files, group=group))
-
-    run = jax.shard_map(
-        own,
-        mesh=mesh,
-        axis_names=axes,
-        in_specs=(PartitionSpec(), PartitionSpec()),
-        out_specs=tuple(specs[name] for name in names),
-        check_vma=False,
+    files = DiskFiles(Path(folder))
+    return Disk(
+        {name: Rows(name, files, mesh, some, stages) for name, some in layers.items() if some},
+        {path: Rows(path, files, mesh, {path: leaf}, leaf.shape[0]) for path, leaf in ends.items()},
     )
-    return dict(zip(names, run(row, version), strict=True))
 
 
-def _device_number(mesh: Any) -> jax.Array:
+# -- the operations
+
+
+_read_row = Primitive("disk_read")
+_read_row.multiple_results = True
+_write_row = Primitive("disk_write")
+
+
+def read_row(
+    files: DiskFiles, group: Group, device: jax.Array, row: jax.Array, version: jax.Array
+) -> tuple[jax.Array, ...]:
+    """This device's part of a row, inside a `shard_map`: a token, and a block for each tensor."""
+    return tuple(_read_row.bind(row, device, version, files=files, group=group))
+
+
+def device_number(mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Where in the mesh this device is, inside a `shard_map` over all axes."""
     number = jnp.zeros((), jnp.int32)
     for axis in mesh.axis_names:
         number = number * mesh.shape[axis] + jax.lax.axis_index(axis).astype(jnp.int32)
     return number
 
 
-@read_row.def_abstract_eval
+@_read_row.def_abstract_eval
 def _read_shapes(*_: Any, files: DiskFiles, group: Group) -> list[Any]:
     del files
-    return [jax.core.ShapedArray(block.shape, jnp.dtype(block.dtype)) for block in group.blocks]
+    blocks = [jax.core.ShapedArray(block.shape, jnp.dtype(block.dtype)) for block in group.blocks]
+    return [jax.core.ShapedArray((), jnp.dtype(jnp.int32)), *blocks]
 
 
-@write_row.def_abstract_eval
+@_write_row.def_abstract_eval
 def _write_shape(*_: Any, files: DiskFiles, group: Group) -> Any:
     del files, group
     return jax.core.ShapedArray((), jnp.dtype(jnp.int32))
 
 
-def _lower(ctx: Any, *operands: Any, files: DiskFiles, group: Group, writes: bool) -> Any:
-    def call(row: Any, device: Any, version: Any, *arrays: Any) -> tuple[Any, ...]:
-        if writes:
-            return (np.int32(files.write(group, int(device), int(row), arrays)),)
-        return tuple(files.read(group, int(device), int(row), int(version)))
+def _reads(files: DiskFiles, group: Group, row: Any, device: Any, version: Any) -> tuple[Any, ...]:
+    return np.int32(0), *files.read(group, int(device), int(row), int(version))
 
+
+def _writes(files: DiskFiles, group: Group, row: Any, device: Any, *values: Any) -> tuple[Any, ...]:
+    blocks = values[: len(group.blocks)]  # and what came before it
+    return (np.int32(files.write(group, int(device), int(row), blocks)),)
+
+
+def _lower(ctx: Any, *operands: Any, files: DiskFiles, group: Group, call: Any) -> Any:
     results, _, _ = mlir.emit_python_callback(
         ctx,
-        call,
+        partial(call, files, group),
         None,
         list(operands),
         ctx.avals_in,
         ctx.avals_out,
-        has_side_effect=writes,
+        # Also a read: it must not be made once for two versions, nor moved out of a loop.
+        has_side_effect=True,
         returns_token=False,
         sharding=_on_each_device(ctx),
     )
@@ -104,5 +299,5 @@ def _on_each_device(ctx: Any) -> Any:
     return _callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
 
 
-mlir.register_lowering(read_row, partial(_lower, writes=False), cacheable=False)
-mlir.register_lowering(write_row, partial(_lower, writes=True), cacheable=False)
+mlir.register_lowering(_read_row, partial(_lower, call=_reads), cacheable=False)
+mlir.register_lowering(_write_row, partial(_lower, call=_writes), cacheable=False)

@@ -9,10 +9,14 @@ what was written, or an error.
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
+import shutil
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +32,9 @@ THREADS: Final = 4
 """Reads and writes under way at once, of all devices of a process."""
 BUFFERS: Final = 4
 """Rows of one device and group in memory at once: in use, read ahead, and two being written."""
+
+_LOCK: Final = "in-use"
+_CALL: Final = 1 << 30
 
 Array = NDArray[Any]
 
@@ -45,6 +52,11 @@ class Block:
         """Bytes of it."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
+    @property
+    def room(self) -> int:
+        """Bytes of it in a file, where it begins at a page."""
+        return -(-max(self.nbytes, 1) // PAGE) * PAGE
+
 
 @dataclass(frozen=True)
 class Group:
@@ -57,17 +69,29 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Bytes of a row in its file, with what aligns it."""
-        size = sum(block.nbytes for block in self.blocks)
-        return -(-max(size, 1) // PAGE) * PAGE
+        return sum(block.room for block in self.blocks)
 
     def views(self, buffer: mmap.mmap) -> list[Array]:
         """The blocks of a row in a buffer."""
         found, start = [], 0
         for block in self.blocks:
-            part = np.frombuffer(buffer, np.uint8, block.nbytes, start)
-            found.append(part.view(block.dtype).reshape(block.shape))
-            start += block.nbytes
+            found.append(_view(block, buffer, start))
+            start += block.room
         return found
+
+    def block(self, path: str) -> tuple[Block, int]:
+        """A tensor's block, and where in a row it begins."""
+        start = 0
+        for block in self.blocks:
+            if block.path == path:
+                return block, start
+            start += block.room
+        raise KeyError(path)
+
+
+def _view(block: Block, buffer: mmap.mmap, start: int = 0) -> Array:
+    part = np.frombuffer(buffer, np.uint8, block.nbytes, start)
+    return part.view(block.dtype).reshape(block.shape)
 
 
 @dataclass(eq=False)
@@ -101,38 +125,36 @@ class _Rows:
 
 
 class DiskFiles:
-    """The files of one process."""
+    """The files of one program in one process; none is made before the first write."""
 
-    def __init__(self, folder: Path, *, threads: int = THREADS) -> None:
-        """Makes the folder; files are made at their first write.
+    def __init__(self, parent: Path, *, threads: int = THREADS) -> None:
+        """Opens nothing yet.
 
         Args:
-            folder: of this process alone.
+            parent: the folder in which they get one of their own.
             threads: reads and writes under way at once.
         """
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self.parent = parent
+        self._num_threads = threads
         self._rows: dict[tuple[str, int], _Rows] = {}
         self._lock = threading.Lock()
         self.read_bytes = self.written_bytes = 0
 
     @cached_property
+    def folder(self) -> Path:
+        """The folder of these files; that of a process that is gone is deleted first."""
+        folder = own_folder(self.parent)
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="disk")
+
+    @cached_property
     def is_direct(self) -> bool:
         """Whether reads and writes pass the page cache by; some file systems cannot."""
-        path = self.folder / "probe"
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        except (OSError, AttributeError):
-            return False
-        try:
-            os.pwrite(file, mmap.mmap(-1, PAGE), 0)
-        except OSError:
-            return False
-        finally:
-            os.close(file)
-            path.unlink()
-        return True
+        return can_be_direct(self.folder)
 
     def write(self, group: Group, device: int, row: int, arrays: Sequence[Array]) -> int:
         """Copies a row and begins to write it.
@@ -153,7 +175,7 @@ class DiskFiles:
             view[...] = array
         rows.versions[row] += 1
         self.written_bytes += group.nbytes
-        rows.writing[row] = self._threads.submit(self._put, rows, row, buffer)
+        rows.writing[row] = self._begin(self._put, rows, row, buffer)
         return rows.versions[row]
 
     def read(self, group: Group, device: int, row: int, version: int) -> list[Array]:
@@ -180,17 +202,44 @@ class DiskFiles:
         self._go_ahead(rows, row, version)
         return group.views(buffer)
 
+    def store(self, group: Group, device: int, path: str, rows: Sequence[Array]) -> None:
+        """Writes one tensor of all rows, and waits; the group is at version 0 then.
+
+        Args:
+            group: what it is of.
+            device: whose.
+            path: which tensor.
+            rows: each row's.
+        """
+        there = self._of(group, device)
+        self._settle(there)
+        block, start = group.block(path)
+        buffer = mmap.mmap(-1, block.room)
+        for row, array in enumerate(rows):
+            _view(block, buffer)[...] = array
+            self._pwrite(there.file, buffer, row * group.nbytes + start)
+        there.versions[:] = [0] * group.rows
+
+    def load(self, group: Group, device: int, path: str) -> list[Array]:
+        """One tensor of all rows, as copies."""
+        there = self._of(group, device)
+        self._settle(there)
+        block, start = group.block(path)
+        buffer, found = mmap.mmap(-1, block.room), []
+        for row in range(group.rows):
+            self._preadv(there.file, buffer, row * group.nbytes + start)
+            found.append(_view(block, buffer).copy())
+        return found
+
     def close(self) -> None:
         """Waits for writes and deletes the files."""
+        if "folder" not in self.__dict__:
+            return
         self._threads.shutdown(wait=True)
         for rows in self._rows.values():
             os.close(rows.file)
         self._rows.clear()
-        for path in self.folder.glob("*.rows"):
-            with contextlib.suppress(OSError):
-                path.unlink()
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- one device's rows
 
@@ -205,6 +254,19 @@ class DiskFiles:
                 buffers = [mmap.mmap(-1, group.nbytes) for _ in range(BUFFERS)]
                 self._rows[key] = _Rows(group, file, buffers, [0] * group.rows)
             return self._rows[key]
+
+    def _settle(self, rows: _Rows) -> None:
+        """Waits until all that was begun is done, and forgets what was read."""
+        for row in list(rows.writing):
+            self._landed(rows, row)
+        if rows.ahead is not None:
+            *_, buffer, read = rows.ahead
+            rows.ahead = None
+            read.result()
+            rows.give(buffer)
+        if rows.lent is not None:
+            rows.give(rows.lent[2])
+            rows.lent = None
 
     def _landed(self, rows: _Rows, row: int) -> None:
         """Waits until an earlier write of the row is on disk."""
@@ -237,21 +299,144 @@ class DiskFiles:
             return
         self._landed(rows, following)
         buffer = rows.take()
-        read = self._threads.submit(self._get, rows, following, buffer)
+        read = self._begin(self._get, rows, following, buffer)
         rows.ahead = (following, version, buffer, read)
 
     # -- in threads
 
+    def _begin(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        try:
+            return self._threads.submit(call, *args)
+        except RuntimeError:  # the interpreter ends, and a program still runs: at once, then
+            done: Future[None] = Future()
+            done.set_result(call(*args))
+            return done
+
     def _put(self, rows: _Rows, row: int, buffer: mmap.mmap) -> None:
         try:
-            size = rows.group.nbytes
-            if os.pwrite(rows.file, buffer, row * size) != size:
-                raise OSError(f"a write to {self.folder} was cut off: is the disk full?")
+            self._pwrite(rows.file, buffer, row * rows.group.nbytes)
         finally:
             rows.give(buffer)
 
     def _get(self, rows: _Rows, row: int, buffer: mmap.mmap) -> None:
-        size = rows.group.nbytes
-        if os.preadv(rows.file, [buffer], row * size) != size:
-            raise OSError(f"a read from {self.folder} was cut off")
-        self.read_bytes += size
+        self._preadv(rows.file, buffer, row * rows.group.nbytes)
+        self.read_bytes += rows.group.nbytes
+
+    def _pwrite(self, file: int, buffer: mmap.mmap, start: int) -> None:
+        for part, at in _parts(buffer):
+            if os.pwrite(file, part, start + at) != len(part):
+                raise OSError(f"a write to {self.folder} was cut off: is the disk full?")
+
+    def _preadv(self, file: int, buffer: mmap.mmap, start: int) -> None:
+        for part, at in _parts(buffer):
+            if os.preadv(file, [part], start + at) != len(part):
+                raise OSError(f"a read from {self.folder} was cut off")
+
+
+def _parts(buffer: mmap.mmap) -> Iterator[tuple[memoryview, int]]:
+    """A buffer in pieces that one call takes: Linux moves no more than 2 GiB less a page."""
+    view = memoryview(buffer)
+    for start in range(0, len(view), _CALL):
+        yield view[start : start + _CALL], start
+
+
+# -- the folder and the disk
+
+
+def own_folder(parent: Path) -> Path:
+    """Makes a folder for this process's files, and deletes those that nobody uses any more.
+
+    A folder is in use as long as a process holds the lock of the file in it.
+
+    Args:
+        parent: where.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for old in parent.glob("disk-*"):
+        if _lock(old / _LOCK) is not None:
+            shutil.rmtree(old, ignore_errors=True)
+    for number in range(1 << 16):
+        folder = parent / f"disk-{os.getpid()}-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        lock = folder / _LOCK
+        lock.touch()
+        assert _lock(lock) is not None, lock  # stays open, and so locked, until the process ends
+        return folder
+    raise OSError(f"{parent} is full of folders of this process")
+
+
+def _lock(path: Path) -> int | None:
+    """Takes the lock of a file; None where somebody else has it, or there is none yet."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def can_be_direct(folder: Path) -> bool:
+    """Whether files of a folder can be read and written past the page cache."""
+    path = folder / "probe"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    except (OSError, AttributeError):
+        return False
+    try:
+        os.pwrite(file, mmap.mmap(-1, PAGE), 0)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+        path.unlink()
+    return True
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a disk can do: bytes a second, past the page cache where it can be passed by."""
+
+    read: float
+    write: float
+    direct: bool
+
+
+def measure(folder: Path, size: int = 64 << 20, piece: int = 4 << 20) -> Speed:
+    """Measures a disk as the run will use it: several pieces at once.
+
+    Args:
+        folder: on it.
+        size: bytes that are written and read.
+        piece: bytes of each call.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    direct = can_be_direct(folder)
+    path, flags = folder / "probe", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+    buffer = mmap.mmap(-1, piece)
+    buffer.write(os.urandom(piece))  # some disks compress
+    file = os.open(path, flags, 0o600)
+    starts, seconds = range(0, size, piece), []
+    try:
+        os.posix_fallocate(file, 0, size)
+        with ThreadPoolExecutor(THREADS) as pool:
+            begun = time.perf_counter()
+            list(pool.map(lambda start: os.pwrite(file, buffer, start), starts))
+            os.fdatasync(file)
+            seconds.append(time.perf_counter() - begun)
+            buffers = [mmap.mmap(-1, piece) for _ in starts]
+            begun = time.perf_counter()
+            list(pool.map(os.preadv, [file] * len(starts), [[b] for b in buffers], starts))
+            seconds.append(time.perf_counter() - begun)
+    finally:
+        os.close(file)
+        path.unlink()
+    return Speed(read=size / seconds[1], write=size / seconds[0], direct=direct)

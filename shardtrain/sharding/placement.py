@@ -128,7 +128,7 @@ class Placement:
     shapes: PyTree
     """A `jax.ShapeDtypeStruct` for every parameter."""
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
-    """What of the optimizer's state is in the memory of the host."""
+    """What of the state is not in the memory of the device."""
     frozen_names: PyTree = ()
     """Names of parameters that are not trained: they have no gradient and no optimizer state."""
     frozen_shapes: PyTree = ()
@@ -187,7 +187,7 @@ class Placement:
         """Whether each parameter rests away from the device."""
         leaves = leaves_by_path(self.shapes)
         sizes = [(path, math.prod(x.shape)) for path, x in leaves if path.split("/")[0] == LAYERS]
-        chosen = self.tiers.layers_on_host(sizes)
+        chosen = self.tiers.layers_in("host", sizes)
         return jax.tree.map_with_path(lambda path, _: path_name(path) in chosen, self.shapes)
 
     @property
@@ -231,15 +231,23 @@ class Placement:
         """A sharding for every leaf of an optimizer's state.
 
         A leaf rests like the parameter that owns it where the shapes agree; what has no parameter's
-        shape (counts, factored moments) is whole.
+        shape (counts, factored moments, the versions of what is on a disk) is whole.
 
         Args:
             abstract: the state's shapes.
         """
         places, sizes = self._owned(abstract)
-        for path in self.tiers.state_on_host(sizes.items()):
+        for path in self.tiers.state_in("host", sizes.items()):
             places[path] = places[path].with_memory_kind(HOST)
         return jax.tree.map_with_path(lambda path, _: places[path_name(path)], abstract)
+
+    def state_on_disk(self, abstract: PyTree) -> frozenset[str]:
+        """The leaves of an optimizer's state that rest on a disk.
+
+        Args:
+            abstract: the whole state's shapes.
+        """
+        return self.tiers.state_in("disk", self._owned(abstract)[1].items())
 
     def beside(self, abstract: PyTree) -> PyTree:
         """A sharding for every leaf of what is kept beside parameters and optimizer, on the device.

@@ -1,7 +1,7 @@
-"""Which memory the state of a run rests in: the device's or its host's.
+"""Where the state of a run rests: in the device's memory, in its host's, or on a disk.
 
 Owns: the choice of leaves and the names of memories. Does not own: how a leaf is split (that is the
-same in every memory, `placement`), and how leaves travel (`optim.sweep`).
+same in every memory, `placement`), how leaves travel (`optim.sweep`), and the disk (`disk`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,26 +22,31 @@ MASTER: Final = "master"
 
 @dataclass(frozen=True)
 class Tiers:
-    """What of the state rests in the memory of the host."""
+    """Where each part of the state rests: "device", "host" or "disk"."""
 
-    moments: bool = False
-    master: bool = False
-    parameters: bool = False
+    moments: str = "device"
+    master: str = "device"
+    parameters: str = "device"
     """Those of the layers; the ends are needed all the time."""
     fraction: float = 1.0
-    """Part of those bytes that is on the host at least; the largest leaves go first."""
+    """Part of those bytes that is not on the device at least; the largest leaves go first."""
     updates: bool = False
     """Whether the host computes the update."""
 
     @property
     def any(self) -> bool:
-        """Whether anything is on the host."""
-        return self.moments or self.master or self.parameters
+        """Whether anything is not on the device."""
+        return {self.moments, self.master, self.parameters} != {"device"}
 
-    def state_on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
-        """The leaves of the optimizer's state that rest on the host.
+    def uses(self, tier: str) -> bool:
+        """Whether anything rests there."""
+        return tier in (self.moments, self.master, self.parameters)
+
+    def state_in(self, tier: str, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """The leaves of the optimizer's state that rest in a tier.
 
         Args:
+            tier: "host" or "disk".
             leaves: (path, bytes) of those that have a parameter's shape.
 
         Returns:
@@ -50,19 +55,20 @@ class Tiers:
         return self._largest(
             (path, size)
             for path, size in leaves
-            if (self.master if path.split("/")[0] == MASTER else self.moments)
+            if tier == (self.master if path.split("/")[0] == MASTER else self.moments)
         )
 
-    def layers_on_host(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
-        """The parameters that rest on the host.
+    def layers_in(self, tier: str, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
+        """The parameters that rest in a tier.
 
         Args:
+            tier: "host" or "disk".
             leaves: (path, bytes) of those of the layers.
 
         Returns:
             Their paths.
         """
-        return self._largest(leaves if self.parameters else ())
+        return self._largest(leaves if self.parameters == tier else ())
 
     def _largest(self, leaves: Iterable[tuple[str, int]]) -> frozenset[str]:
         """So many of the largest leaves as make `fraction` of all."""

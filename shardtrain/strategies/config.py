@@ -131,14 +131,14 @@ class TrainConfig(BaseModel):
 
 
 class OffloadConfig(BaseModel):
-    """What rests in the host's memory instead of the device's, and costs copies in every step."""
+    """What rests in the host's memory or on a disk, and costs copies in every step."""
 
     model_config = _SECTION
 
-    optimizer: Literal["device", "host"] = "device"
-    """Where the optimizer's moments rest. From the host they come to the device layer by layer,
-    for their update only."""
-    master: Literal["device", "host"] = "device"
+    optimizer: Literal["device", "host", "disk"] = "device"
+    """Where the optimizer's moments rest. From the host or the disk they come to the device layer
+    by layer, for their update only."""
+    master: Literal["device", "host", "disk"] = "device"
     """Where the float32 masters rest that bfloat16 and float16 have."""
     parameters: Literal["device", "host"] = "device"
     """Where the parameters of the layers rest. From the host a layer comes for its forward and
@@ -147,7 +147,10 @@ class OffloadConfig(BaseModel):
     """Who computes the update of what rests on the host. On the host gradients go there and new
     parameters come back, instead of moments and masters both ways."""
     fraction: float = Field(1.0, gt=0.0, le=1.0)
-    """Part of those bytes that rests on the host at least; the largest tensors go first."""
+    """Part of those bytes that rests there at least; the largest tensors go first."""
+    disk_path: str = ""
+    """Folder for what rests on a disk, best a local NVMe: scratch files, gone when the run ends.
+    Empty = the folder `disk` of the run."""
 
 
 class PipelineConfig(BaseModel):

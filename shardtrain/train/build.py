@@ -20,10 +20,12 @@ from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths
+from shardtrain.optim.sweep import STATE, Streamed, Sweep, Whole, stacked_paths
 from shardtrain.optim.update import Optimizer
+from shardtrain.sharding.disk import Disk, make_disk
 from shardtrain.sharding.frozen import joined
-from shardtrain.sharding.placement import Placement, constrain_tree
+from shardtrain.sharding.mesh import PIPELINE
+from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
@@ -41,6 +43,7 @@ from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
 from shardtrain.train.kept import EMA, Kept, for_evaluation, together
+from shardtrain.train.saved import Saved
 from shardtrain.train.state import TrainState, state_shardings
 from shardtrain.train.step import (
     Metrics,
@@ -69,6 +72,8 @@ class Layout:
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
     arrange: Arrange = in_order
     """The order in which the positions of a batch are worked on."""
+    disk_folder: str = ""
+    """Where that is which rests on a disk."""
 
     @property
     def microbatches(self) -> int:
@@ -184,6 +189,32 @@ class Program:
             self.make_transform,
             self.placement,
             self._stacked_paths,
+            lambda: self.disk,
+        )
+
+    @cached_property
+    def disk(self) -> Disk:
+        """What rests on a disk."""
+        if not self.layout.tiers.uses("disk"):
+            return Disk()
+        masters = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
+        )
+        state = jax.eval_shape(self.optimizer.init, masters)
+        places = dict(leaves_by_path(self.placement.beside(state)))
+        there, stacked = self.placement.state_on_disk(state), self._stacked_paths()
+        leaves = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
+            for path, leaf in leaves_by_path(state)
+            if path in there and leaf.ndim
+        }
+        mesh = self.layout.mesh
+        return make_disk(
+            self.layout.disk_folder,
+            mesh,
+            {STATE: {path: leaf for path, leaf in leaves.items() if path in stacked}},
+            {path: leaf for path, leaf in leaves.items() if path not in stacked},
+            stages=mesh.shape[PIPELINE],
         )
 
     @cached_property
@@ -260,7 +291,7 @@ class Program:
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
             params=cast(master, self.policy.params),
-            opt_state=self.optimizer.init(master),
+            opt_state=self.optimizer.first(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
@@ -425,60 +456,15 @@ class Program:
         """Parameters or gradients in model order as the stack has them."""
         return map_stacked(self.order.stack, params, self._stacked_params(self.placement.names))
 
-    def _unstack_state(self, state: TrainState) -> TrainState:
-        unstacked: TrainState = map_stacked(self.order.unstack, state, self._stacked)
-        return unstacked
-
     @cached_property
+    def saved(self) -> Saved:
+        """How states are saved."""
+        return Saved(self.order, self.abstract_state, self._stacked, self.disk)
+
+    @property
     def abstract_saved(self) -> TrainState:
         """Shapes and shardings of the state as it is saved: in model order."""
-        shapes = jax.eval_shape(self._unstack_state, self.shapes)
-
-        def where(saved: Any, leaf: Any) -> Any:
-            there = leaf.sharding
-            if saved.shape != leaf.shape:
-                there = model_order_sharding(there, saved.shape)
-            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=there)
-
-        state: TrainState = jax.tree.map(where, shapes, self.abstract_state)
-        return state
-
-    @cached_property
-    def to_saved(self) -> Callable[[TrainState], TrainState]:
-        """The state as it is saved; the state itself where its layers are in model order."""
-        if self.order.is_model_order:
-            return lambda state: state
-        saved = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
-        return self._mover(self.order.places, self.shardings, saved, self._stacked)
-
-    def from_saved(self, state: TrainState) -> TrainState:
-        """The state of one that was saved; it may lack `opt_state`."""
-        if self.order.is_model_order:
-            return state
-        saved = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_saved)
-        source, target, stacked = saved, self.shardings, self._stacked
-        if not state.opt_state:
-            source, target, stacked = (t.replace(opt_state=()) for t in (source, target, stacked))
-        return self._mover(self.order.rows, source, target, stacked)(state)
-
-    @staticmethod
-    def _mover(
-        rows: Sequence[int], source: TrainState, target: TrainState, stacked: TrainState
-    ) -> Callable[[TrainState], TrainState]:
-        """A compiled function that moves stacked leaves between two orders, row by row."""
-
-        def move(state: TrainState) -> TrainState:
-            moved: TrainState = jax.tree.map(
-                lambda leaf, a, b, s: take_rows(leaf, rows, a, b) if s else leaf,
-                state,
-                source,
-                target,
-                stacked,
-            )
-            return moved
-
-        function: Callable[[TrainState], TrainState] = jax.jit(move, out_shardings=target)
-        return function
+        return self.saved.abstract
 
     def compile_step(self, batch: Mapping[str, Any]) -> Any:
         """Compiles the step for batches of these shapes, ahead of the first call."""

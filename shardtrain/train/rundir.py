@@ -25,6 +25,7 @@ Kind = Literal["breaks", "free"]
 
 # What may change between two parts of one run: a key, or a section with all that is in it.
 BASE = "base"
+DISK = "disk"
 """The folder of a run's frozen weights, a folder of checkpoints with the step 0 alone."""
 _FREE = frozenset(
     {"run", "mesh", "sharding", "train", "pipeline", "checkpoint", "log", "eval"}

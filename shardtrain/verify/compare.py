@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardtrain.sharding.disk import Apart
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.train.build import Program
 from shardtrain.train.state import TrainState
@@ -40,11 +41,11 @@ class Subject:
 
     def kept(self, state: TrainState) -> PyTree:
         """What a state keeps beside its parameters, on the host and in model order."""
-        return jax.device_get(self.program.to_saved(state).model_state)
+        return jax.device_get(self.program.saved.save(state).model_state)
 
     def take(self, state: TrainState, of: "Subject") -> TrainState:
         """Another subject's state, put where this one keeps it."""
-        return transfer(of.program.to_saved(state), self.program)
+        return transfer(of.program.saved.save(state), self.program)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
         )
         new, found, grads = subject.program.step_with_gradients(state, subject.batch_at(cursor))
         right = reference.in_model_order(right)
-        params = new.params if free else subject.program.update_with(state, right)
+        if free:
+            params = new.params
+        else:
+            # Taken again: what of it is on a disk has gone on with the step.
+            params = subject.program.update_with(subject.take(truth, reference), right)
         loss = _worse(loss, relative(found["loss"], metrics["loss"]))
         _merge(gradients, differences(subject.in_model_order(grads), right))
         _merge(
@@ -119,14 +124,16 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
 def transfer(state: TrainState, program: Program) -> TrainState:
     """A state in model order put where a program keeps it, bit for bit."""
 
-    def move(leaf: jax.Array, sharding: Any) -> Any:
+    def move(leaf: Any, sharding: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             bits = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
             return jax.device_put(jax.random.wrap_key_data(bits), sharding)
+        if isinstance(leaf, Apart):
+            leaf = leaf.load()
         return jax.device_put(np.asarray(leaf), sharding)
 
     saved = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_saved)
-    return program.from_saved(jax.tree.map(move, state, saved))
+    return program.saved.rest(jax.tree.map(move, state, saved))
 
 
 def differences(found: PyTree, wanted: PyTree) -> dict[str, float]:

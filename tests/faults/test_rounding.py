@@ -55,7 +55,7 @@ def updated(layout: dict[str, Any], steps: int = 2) -> dict[str, np.ndarray]:
     state = of.init()
     for grad in grads:
         state = jax.device_put(run(state, grad), of.shardings)
-    saved = jax.device_get(of.to_saved(state))
+    saved = jax.device_get(of.saved.save(state))
     return dict(leaves_by_path({"params": saved.params, "opt_state": saved.opt_state}))
 
 

@@ -1,0 +1,174 @@
+"""The state as it is saved and compared: layers in model order, and nothing that says where it was.
+
+Owns: the way between a state as it rests and as it is saved. Does not own: the order itself
+(`strategies.order`), the disk (`sharding.disk`), and checkpoints.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from shardtrain.sharding.disk import Apart, Disk
+from shardtrain.sharding.placement import leaves_by_path, path_name
+from shardtrain.sharding.tiers import HOST
+from shardtrain.strategies.order import LayerOrder, map_stacked, model_order_sharding, take_rows
+from shardtrain.train.state import TrainState
+
+PyTree = Any
+Flat = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """How the states of one program are saved."""
+
+    order: LayerOrder
+    resting: TrainState
+    """Shapes and shardings of the state as it rests."""
+    stacked: TrainState
+    """Which leaves hold one entry a layer."""
+    disk: Disk
+    """What of it rests there."""
+    _movers: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> TrainState:
+        """Shapes and shardings of the state in stack order, each leaf whole.
+
+        What is on a disk passes through the memory of the host.
+        """
+        on_disk = self.disk.by_path
+
+        def where(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = path_name(path[1:])
+            if name not in on_disk:
+                return leaf
+            whole = on_disk[name].leaves[name]
+            return whole.update(sharding=whole.sharding.with_memory_kind(HOST))
+
+        state: TrainState = jax.tree.map_with_path(where, self.resting)
+        return state
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes and shardings of the state in model order."""
+
+        def unstack(leaf: Any) -> Any:
+            bare = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # in whatever memory it rests
+            return jax.eval_shape(self.order.unstack, bare)
+
+        def where(saved: Any, leaf: Any) -> Any:
+            there = leaf.sharding
+            if saved.shape != leaf.shape:
+                there = model_order_sharding(there, saved.shape)
+            return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=there)
+
+        shapes = map_stacked(unstack, self.whole, self.stacked)
+        state: TrainState = jax.tree.map(where, shapes, self.whole)
+        return state
+
+    @cached_property
+    def wanted(self) -> TrainState:
+        """The same for a checkpoint to fill: what belongs on a disk goes there leaf by leaf."""
+        return self._with_apart(self.abstract)
+
+    def save(self, state: TrainState) -> TrainState:
+        """A state as it is saved; what is on a disk is read when its turn comes."""
+        return self._moved(self._with_apart(state), self.order.places, to_saved=True)
+
+    def rest(self, state: TrainState) -> TrainState:
+        """The state of one that was saved: of `wanted`, or whole. It may lack `opt_state`."""
+        on_disk, saved = self.disk.by_path, dict(leaves_by_path(self.abstract))
+
+        def store(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = path_name(path[1:])
+            if name not in on_disk or not leaf.ndim:
+                return leaf
+            return self._store(name, path_name(path), saved, leaf)
+
+        state = jax.tree.map_with_path(store, state)
+        return self._moved(state, self.order.rows, to_saved=False)
+
+    # -- what is on a disk
+
+    def _with_apart(self, state: TrainState) -> TrainState:
+        """A state whose leaves on a disk are `Apart`."""
+        on_disk, saved = self.disk.by_path, dict(leaves_by_path(self.abstract))
+
+        def apart(path: tuple[Any, ...], leaf: Any) -> Any:
+            name, full = path_name(path[1:]), path_name(path)
+            if name not in on_disk:
+                return leaf
+            as_saved = saved[full]
+            return Apart(
+                as_saved.shape,
+                as_saved.dtype,
+                as_saved.sharding,
+                load=lambda: self._load(name, full, saved),
+                store=lambda whole: self._store(name, full, saved, whole),
+            )
+
+        made: TrainState = jax.tree.map_with_path(apart, state)
+        return made
+
+    def _load(self, name: str, path: str, saved: Mapping[str, Any]) -> jax.Array:
+        rows = self.disk.by_path[name]
+        stack = rows.leaves[name].sharding.with_memory_kind(HOST)  # type: ignore[union-attr]
+        leaf = rows.load(name, stack)
+        if self.order.is_model_order or not self._is_stacked[path]:
+            return leaf
+        move = self._mover((path,), self.order.places, {path: stack}, {path: saved[path].sharding})
+        return move({path: leaf})[path]  # type: ignore[no-any-return]
+
+    def _store(self, name: str, path: str, saved: Mapping[str, Any], whole: jax.Array) -> jax.Array:
+        rows = self.disk.by_path[name]
+        stack = rows.leaves[name].sharding.with_memory_kind(HOST)  # type: ignore[union-attr]
+        if not self.order.is_model_order and self._is_stacked[path]:
+            move = self._mover((path,), self.order.rows, {path: saved[path].sharding}, {path: stack})
+            whole = move({path: whole})[path]
+        return rows.store(name, whole)
+
+    # -- the order of layers
+
+    @cached_property
+    def _is_stacked(self) -> dict[str, bool]:
+        return dict(leaves_by_path(self.stacked))
+
+    def _moved(self, state: TrainState, rows: Sequence[int], *, to_saved: bool) -> TrainState:
+        """A state with its stacked leaves in the other order; what is on a disk is left alone."""
+        if self.order.is_model_order:
+            return state
+        leaves = dict(leaves_by_path(state))
+        names = tuple(
+            path for path, leaf in leaves.items() if self._is_stacked[path] and getattr(leaf, "ndim", 0)
+        )
+        places = [
+            {path: leaf.sharding for path, leaf in leaves_by_path(form) if path in names}
+            for form in (self.whole, self.abstract)
+        ]
+        source, target = places if to_saved else reversed(places)
+        moved = self._mover(names, rows, source, target)({path: leaves[path] for path in names})
+        made: TrainState = jax.tree.map_with_path(
+            lambda path, leaf: moved.get(path_name(path), leaf), state
+        )
+        return made
+
+    def _mover(
+        self, names: tuple[str, ...], rows: Sequence[int], source: Flat, target: Flat
+    ) -> Callable[[Flat], Flat]:
+        """A compiled function that moves stacked leaves between two orders, row by row."""
+        key = (names, tuple(rows))
+        if key not in self._movers:
+
+            def move(leaves: Flat) -> Flat:
+                return {
+                    path: take_rows(leaf, rows, source[path], target[path])
+                    for path, leaf in leaves.items()
+                }
+
+            self._movers[key] = jax.jit(move, out_shardings=target)
+        return self._movers[key]  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""State on a disk: the same run bit for bit, saved and restored, and not in memory (O-22)."""
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from shardtrain.checkpoint.checkpointer import Checkpointer
+from shardtrain.config import load_config
+from shardtrain.run import Run, build
+from shardtrain.run_state import restore_state
+from shardtrain.sharding.disk import Apart
+from shardtrain.sharding.placement import leaves_by_path
+
+ON_DISK = {"offload.optimizer": "disk", "offload.master": "disk"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 1, clipped": {"sharding.zero": 1, "optimizer.clip_norm": 0.1},
+    "zero 3, 4 microbatches, bfloat16": {
+        "sharding.zero": 3,
+        "train.microbatches": 4,
+        "train.precision": "bfloat16",
+    },
+    "pipeline 2, 6 layers, interleaved, bfloat16": {
+        "mesh.pipeline": 2,
+        "model.num_layers": 6,
+        "sharding.zero": 1,
+        "pipeline.schedule": "interleaved",
+        "pipeline.virtual_stages": 2,
+        "train.microbatches": 2,
+        "train.precision": "bfloat16",
+    },
+}
+MORE: dict[str, dict[str, Any]] = {
+    "zero 0, adafactor": {"sharding.zero": 0, "optimizer.name": "adafactor"},
+    "zero 2, tensor 2, float16": {
+        "sharding.zero": 2,
+        "mesh.tensor": 2,
+        "train.precision": "float16",
+    },
+    "masters on the host": {
+        "train.precision": "bfloat16",
+        "offload.master": "host",
+        "sharding.zero": 1,
+    },
+    "half of it": {"train.precision": "bfloat16", "offload.fraction": 0.5},
+    "lamb": {"optimizer.name": "lamb", "sharding.zero": 1},
+}
+"""In the marked run."""
+
+
+def make_run(folder: Path, **overrides: Any) -> Run:
+    """A small transformer on four devices."""
+    text = folder / "text.txt"
+    text.write_text("all work and no play makes jack a dull boy\n" * 100)
+    sections = {
+        "run": {"steps": 12, "cpu_devices": 8, "dir": str(folder / "run")},
+        "model": {"num_layers": 2, "embed_dim": 16, "num_heads": 4},
+        "data": {"path": str(text), "sequence_length": 16, "batch_size": 16},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    }
+    return build(load_config(sections, overrides), devices=jax.devices()[:4])
+
+
+def stepper(run: Run) -> Callable[[Any, int, int], Any]:
+    """(state, first, last) -> the state after these batches; compiled as users compile it, since
+    the tests' own options round according to what is fused."""
+    options: dict[str, Any] = {"xla_backend_optimization_level": 3}
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        options["xla_cpu_use_fusion_emitters"] = True
+    lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
+    step = lowered.compile(compiler_options=options)
+
+    def steps(state: Any, first: int, last: int) -> Any:
+        for cursor in range(first, last):
+            state, _ = step(state, run.batch_at(cursor))
+        return state
+
+    return steps
+
+
+def whole(run: Run, state: Any) -> dict[str, Any]:
+    """All of a state, in model order."""
+    saved = run.program.saved.save(state)
+    return {
+        path: jax.device_get(leaf.load() if isinstance(leaf, Apart) else leaf)
+        for path, leaf in leaves_by_path((saved.params, saved.opt_state))
+    }
+
+
+def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(more, marks=pytest.mark.campaign) for more in MORE)]
+)
+def test_o22_a_disk_changes_nothing(tmp_path: Path, layout: str) -> None:
+    """O-22: ten steps with a save and a restore after six, here and without a disk, are equal."""
+    keys = ON_DISK | (LAYOUTS | MORE)[layout]
+    here = {key: "device" for key in keys if key.startswith("offload.") and key != "offload.fraction"}
+    plain, run = make_run(tmp_path, **keys | here), make_run(tmp_path, **keys)
+    on_device, on_disk = stepper(plain), stepper(run)
+    with Checkpointer(tmp_path / "plain") as by_plain, Checkpointer(tmp_path / "disk") as by_disk:
+        six = on_device(plain.init(), 0, 6)
+        by_plain.save(6, plain.program.saved.save(six), {})
+        ours = on_disk(run.init(), 0, 6)
+        assert_equal(whole(run, ours), whole(plain, six))
+        by_disk.save(6, run.program.saved.save(ours), {})
+        by_plain.wait(), by_disk.wait()
+        wanted = whole(plain, on_device(six, 6, 10))
+
+        assert_equal(whole(run, on_disk(ours, 6, 10)), wanted)
+        # Each goes on from the other's checkpoint.
+        back = restore_state(by_plain, 6, run.program)
+        assert_equal(whole(run, on_disk(back, 6, 10)), wanted)
+        back = restore_state(by_disk, 6, plain.program)
+        assert_equal(whole(plain, on_device(back, 6, 10)), wanted)
+    state_leaves = leaves_by_path(run.program.shapes.opt_state)
+    whole_leaves = dict(leaves_by_path(plain.program.shapes.opt_state))
+    gone = sum(whole_leaves[p].size for p, leaf in state_leaves if leaf.shape != whole_leaves[p].shape)
+    kept = sum(leaf.size for p, leaf in state_leaves if leaf.shape == whole_leaves[p].shape and leaf.ndim)
+    if layout == "half of it":
+        assert 0.5 <= gone / (gone + kept) < 0.75
+    elif "host" not in layout and "adafactor" not in layout:
+        assert kept == 0
