@@ -20,8 +20,8 @@ def offload_faults(offload: OffloadConfig, train: TrainConfig) -> list[ConfigErr
     if host_names(train.remat) and offload.parameters != "device":
         faults.append(
             ConfigError(
-                'offload.parameters="host" makes the same layers by a backward of its own; keep '
-                "what is kept on the device, or the parameters",
+                f'offload.parameters="{offload.parameters}" makes the same layers by a backward of '
+                "its own; keep what is kept on the device, or the parameters",
                 where=f'train.remat="{train.remat}"',
             )
         )
@@ -33,9 +33,9 @@ def offload_faults(offload: OffloadConfig, train: TrainConfig) -> list[ConfigErr
     ):
         faults.append(
             ConfigError(
-                "layers that come from the host are computed in the type that they rest in, and "
-                'hand on no scales; use "bfloat16", or "fp8" for its products',
-                where=f'offload.parameters="host", {WHERE}',
+                f"layers that come from the {offload.parameters} are computed in the type that "
+                'they rest in, and hand on no scales; use "bfloat16", or "fp8" for its products',
+                where=f'offload.parameters="{offload.parameters}", {WHERE}',
                 value=train.precision,
             )
         )

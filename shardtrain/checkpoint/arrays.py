@@ -252,7 +252,9 @@ def read(
     """
     values = values or {}
     stored = {
-        name: leaf for name, leaf in wanted.by_name.items() if _num_bytes(leaf) and name not in values
+        name: leaf
+        for name, leaf in wanted.by_name.items()
+        if _num_bytes(leaf) and name not in values
     }
     by_itself = {name for name in stored if (path / APART / name).is_dir()}
     together = {

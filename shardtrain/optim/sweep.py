@@ -20,19 +20,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from shardtrain.sharding.disk import Disk, Rows, Token
-from shardtrain.sharding.mesh import PIPELINE
+from shardtrain.sharding.disk import Disk, OnDisk, Token
+from shardtrain.sharding.mesh import PIPELINE, mesh_axes
 from shardtrain.sharding.placement import (
     Placement,
     leaves_by_path,
-    mesh_axes,
     names_by_path,
     path_name,
 )
 from shardtrain.sharding.tiers import DEVICE, MASTER
 
-STATE: Final = "state"
-"""What of the layers' state rests on a disk, by this name."""
 UPDATE: Final = "update"
 """The scope of the loop over layers: the name of its operations in a compiled program."""
 
@@ -54,8 +51,8 @@ _One = Callable[..., tuple[PyTree, PyTree]]
 
 
 First = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
-"""(the transformation's `init`, parameters in the master dtype) -> the optimizer's state, of any part
-of the leaves."""
+"""(the transformation's `init`, parameters in the master dtype) -> the optimizer's state, of any
+part of the leaves."""
 
 
 class Sweep(Protocol):
@@ -137,25 +134,24 @@ class Streamed:
         return self.make_transform(self.placement.names).init(master)
 
     def first(self, make: First, master: PyTree) -> PyTree:
-        """The state before the first update, layer by layer where it goes to a disk; see `Sweep`."""
+        """The state before the first update, layer by layer what goes to a disk; see `Sweep`."""
         state, disk = make(self.init, master), self.disk()
         masters, whole = dict(leaves_by_path(master)), dict(leaves_by_path(state))
         versions: Flat = {}
         for path, end in disk.ends.items():
             versions[path] = end.write(0, {path: whole[path]})
-        if STATE in disk.layers:
-            rows, stacked = disk.layers[STATE], self.stacked()
+        if disk.state:
+            stacked = self.stacked()
             layers = [path for path in masters if path in stacked]
             stages = self._stages(layers)
             names = names_by_path(self.placement.names)
             transform = self.make_transform(_nested({path: names[path] for path in layers}))
 
-            def put(token: Token, index: Any) -> tuple[Token, None]:
-                row = _nested({path: _row(masters[path], index, stages) for path in layers})
-                return rows.write(index, dict(leaves_by_path(make(transform.init, row))), token), None
+            def values(index: Any) -> Flat:
+                row = _nested({path: take_row(masters[path], index, stages) for path in layers})
+                return dict(leaves_by_path(make(transform.init, row)))
 
-            version, _ = jax.lax.scan(put, jnp.int32(0), jnp.arange(rows.group.rows))
-            versions |= dict.fromkeys(rows.paths, version)
+            versions |= dict.fromkeys(disk.state.paths, disk.state.write_all(values))
         return _filled(state, whole | versions)
 
     def __call__(
@@ -207,26 +203,25 @@ class Streamed:
         self, advance: _One, old: "_Leaves", layers: Sequence[str], stacked: frozenset[str]
     ) -> tuple[Flat, Flat]:
         """Updates the stack, a layer of each stage at a time."""
-        disk = old.disk.layers.get(STATE)
-        on_disk = disk.paths if disk else ()
         stages = self._stages(layers)
-        count = old.params[layers[0]].shape[0] // stages
+        count = dict(leaves_by_path(self.placement.shapes))[layers[0]].shape[0] // stages
         transform, part = self._part(layers, old, rows=stages)
         names = [name for name, _ in leaves_by_path(part)]
-        rows = [path for path in names if path in stacked and path not in on_disk]
+        disk = OnDisk(old.disk, old.state | old.params)
+        rows = [path for path in names if path in stacked and path not in disk.paths]
         # Counts and the like: each layer begins with the old ones.
-        shared = {path: old.state[path] for path in names if path not in {*rows, *on_disk}}
+        shared = {path: old.state[path] for path in names if path not in {*rows, *disk.paths}}
         stacks = {path: old.state[path] for path in rows}
-        params = {path: old.params[path] for path in layers}
-
-        version = old.state[on_disk[0]] if on_disk else jnp.int32(0)
+        params = {path: old.params[path] for path in layers if path not in disk.paths}
 
         def load(stacks: Flat, params: Flat, index: Any) -> tuple[Flat, Flat, Token]:
-            read, token = disk.read(index, version) if disk else ({}, version)
+            read, token = disk.read(index)
             return (
-                old.to_device({p: _row(x, index, stages) for p, x in stacks.items()}) | read,
+                old.to_device({p: take_row(x, index, stages) for p, x in stacks.items()})
+                | {p: x for p, x in read.items() if p not in old.params},
                 # Those that the device has are read in their own turn.
-                old.to_device({p: _row(params[p], index, stages) for p in old.away}),
+                old.to_device({p: take_row(params[p], index, stages) for p in old.away})
+                | {p: x for p, x in read.items() if p in old.params},
                 token,
             )
 
@@ -234,17 +229,16 @@ class Streamed:
             (here, fetched, _), stacks, params, written, _ = carry
             # The last turn loads its own layer once more: a branch would hold both at once.
             following = load(stacks, params, jnp.minimum(index + 1, count - 1))
-            at_hand = {p: _row(params[p], index, stages) for p in layers if p not in fetched}
+            at_hand = {p: take_row(params[p], index, stages) for p in layers if p not in fetched}
             new_params, new = advance(
                 transform,
-                _nested({p: _row(old.grads[p], index, stages) for p in layers}),
+                _nested({p: take_row(old.grads[p], index, stages) for p in layers}),
                 _filled(part, here | shared),
                 _nested(at_hand | fetched),
                 index + count * jnp.arange(stages),
             )
             found, made = dict(leaves_by_path(new)), dict(leaves_by_path(new_params))
-            if disk:
-                written = disk.write(index, found, written, following[2])
+            written = disk.write(index, found | made, written, following[2])
             # Read before it is written: otherwise a whole stack would be copied on the host.
             following, stacks, params = jax.lax.optimization_barrier((following, stacks, params))
             stacks, params = (
@@ -253,10 +247,14 @@ class Streamed:
             )
             return (following, stacks, params, written, {p: found[p] for p in shared}), None
 
-        carry = (load(stacks, params, 0), stacks, params, version, shared)
+        carry = (load(stacks, params, 0), stacks, params, disk.versions, shared)
         with jax.named_scope(UPDATE):
             (_, stacks, params, written, counts), _ = jax.lax.scan(turn, carry, jnp.arange(count))
-        return params, stacks | counts | dict.fromkeys(on_disk, written)
+        now = disk.by_path(written)
+        return (
+            params | {path: x for path, x in now.items() if path in old.params},
+            stacks | counts | {path: x for path, x in now.items() if path not in old.params},
+        )
 
     # -- parts of trees
 
@@ -325,7 +323,7 @@ def stacked_paths(stacked_params: PyTree, stacked_state: PyTree) -> frozenset[st
     return frozenset(path for path, is_stacked in flags if is_stacked)
 
 
-def _row(stack: Any, index: Any, stages: int) -> Any:
+def take_row(stack: Any, index: Any, stages: int) -> Any:
     """Layer `index` of each stage, [stages, ...], of a stack [layers, ...]."""
     if stages == 1:
         return jax.lax.dynamic_slice_in_dim(stack, index, 1)

@@ -21,8 +21,8 @@ from shardtrain.models.flops import training_flops_per_token
 from shardtrain.ops.blockwise import block_size
 from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
-from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_platform
-from shardtrain.sharding.placement import mesh_axes, path_name, split_size
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_axes, mesh_platform
+from shardtrain.sharding.placement import path_name, split_size
 from shardtrain.sharding.tiers import HOST
 from shardtrain.strategies.config import all_on_device
 from shardtrain.strategies.order import is_stacked

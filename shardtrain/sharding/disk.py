@@ -14,9 +14,8 @@ operations of their own, whose callback gets NumPy arrays.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,8 @@ from jax.sharding import (
 )
 
 from shardtrain.sharding.disk_files import Block, DiskFiles, Group
+from shardtrain.sharding.mesh import mesh_axes
+
 PyTree = Any
 Flat = dict[str, Any]
 Token = Any
@@ -82,7 +83,7 @@ class Rows:
 
     @property
     def _specs(self) -> tuple[PartitionSpec, ...]:
-        return tuple(leaf.sharding.spec for leaf in self.leaves.values())  # type: ignore[union-attr]
+        return tuple(leaf.sharding.spec for leaf in self.leaves.values())
 
     def read(self, row: Any, version: Any) -> tuple[Flat, Token]:
         """A row of every tensor, on the devices; in a traced function.
@@ -98,13 +99,8 @@ class Rows:
         def own(row: jax.Array, version: jax.Array) -> tuple[jax.Array, ...]:
             return read_row(self.files, self.group, device_number(self.mesh), row, version)
 
-        run = jax.shard_map(
-            own,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(), *self._specs),
-            check_vma=False,
-        )
+        whole = PartitionSpec()
+        run = self._on_each_device(own, (whole, whole), (whole, *self._specs))
         token, *found = run(jnp.asarray(row, jnp.int32), jnp.asarray(version, jnp.int32))
         return dict(zip(self.paths, found, strict=True)), token
 
@@ -128,14 +124,51 @@ class Rows:
             )
             return found
 
-        version: jax.Array = jax.shard_map(
-            own,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), list(self._specs)),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(jnp.asarray(row, jnp.int32), after, [values[path] for path in self.paths])
+        whole = PartitionSpec()
+        run = self._on_each_device(own, (whole, whole, list(self._specs)), whole)
+        version: jax.Array = run(
+            jnp.asarray(row, jnp.int32), after, [values[path] for path in self.paths]
+        )
         return version
+
+    def write_all(self, values: Callable[[Any], Flat]) -> Token:
+        """Writes all rows, one after another; in a traced function.
+
+        Args:
+            values: a row's number -> its tensors, by path.
+
+        Returns:
+            The version of all.
+        """
+
+        def put(token: Token, row: Any) -> tuple[Token, None]:
+            return self.write(row, values(row), token), None
+
+        return jax.lax.scan(put, jnp.int32(0), jnp.arange(self.group.rows))[0]
+
+    def _on_each_device(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """A function over all axes of the mesh; some may be manual already."""
+        around = jax.sharding.get_abstract_mesh()
+        manual = frozenset(around.manual_axes)
+
+        def free(spec: PartitionSpec) -> PartitionSpec:
+            kept = (tuple(a for a in mesh_axes(dim) if a not in manual) for dim in spec)
+            return PartitionSpec(*(axes or None for axes in kept))
+
+        in_specs, out_specs = jax.tree.map(
+            free, (in_specs, out_specs), is_leaf=lambda node: isinstance(node, PartitionSpec)
+        )
+        run: Callable[..., Any] = jax.shard_map(
+            function,
+            mesh=around if manual else self.mesh,
+            axis_names=frozenset(self.mesh.axis_names) - manual,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return run
 
     # -- whole tensors, outside of programs
 
@@ -178,7 +211,10 @@ class Rows:
             parts = np.split(np.asarray(piece.data), rows)
             self.files.store(self.group, numbers[piece.device], path, parts)
         assert isinstance(self.mesh, Mesh)
-        return jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, PartitionSpec()))
+        version: jax.Array = jax.device_put(
+            jnp.zeros((), jnp.int32), NamedSharding(self.mesh, PartitionSpec())
+        )
+        return version
 
     @property
     def _devices(self) -> Sequence[jax.Device]:
@@ -186,50 +222,85 @@ class Rows:
         return list(self.mesh.devices.flat)
 
 
+STATE: Final = "state"
+PARAMETERS: Final = "parameters"
+"""What of the layers there is on a disk, as names of files."""
+
+
 @dataclass(frozen=True, eq=False)
 class Disk:
     """All that a program has on a disk; nothing by default."""
 
-    layers: Mapping[str, Rows] = field(default_factory=dict)
-    """Tensors with an entry for each layer, by what they are of: such as `STATE`."""
+    state: Rows | None = None
+    """The optimizer's state of the layers."""
+    parameters: Rows | None = None
+    """Parameters of the layers."""
     ends: Mapping[str, Rows] = field(default_factory=dict)
-    """Every other tensor by its path: one row."""
+    """All other state of the optimizer, a tensor each by its path: one row."""
 
-    @property
+    @cached_property
     def by_path(self) -> dict[str, Rows]:
-        """Every tensor's rows."""
-        stacked = {path: rows for rows in self.layers.values() for path in rows.paths}
-        return {**stacked, **self.ends}
+        """The rows of every tensor."""
+        return {path: rows for rows in self.all for path in rows.paths}
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of all rows of one device, with what aligns them in files."""
-        groups = [rows.group for rows in (*self.layers.values(), *self.ends.values())]
+    def all(self) -> tuple[Rows, ...]:
+        """All rows."""
+        return tuple(rows for rows in (self.state, self.parameters, *self.ends.values()) if rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one device's files."""
+        groups = [rows.group for rows in self.all]
         return sum(group.rows * group.nbytes for group in groups)
 
 
-def make_disk(
-    folder: str,
-    mesh: Mesh | AbstractMesh,
-    layers: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
-    ends: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    stages: int,
-) -> Disk:
-    """The files of a program.
+@dataclass(frozen=True, eq=False)
+class OnDisk:
+    """The layers of a disk while a program goes through them, once each; perhaps none."""
 
-    Args:
-        folder: where they get a folder of their own.
-        mesh: all devices.
-        layers: tensors with an entry for each layer, by what they are of.
-        ends: other tensors.
-        stages: into how many the layers are split.
-    """
-    files = DiskFiles(Path(folder))
-    return Disk(
-        {name: Rows(name, files, mesh, some, stages) for name, some in layers.items() if some},
-        {path: Rows(path, files, mesh, {path: leaf}, leaf.shape[0]) for path, leaf in ends.items()},
-    )
+    disk: Disk
+    leaves: Mapping[str, Any]
+    """What stands for each tensor in the state, by path."""
+
+    @property
+    def _all(self) -> tuple[Rows, ...]:
+        return tuple(rows for rows in (self.disk.state, self.disk.parameters) if rows)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The tensors."""
+        return frozenset(path for rows in self._all for path in rows.paths)
+
+    @property
+    def versions(self) -> list[Token]:
+        """Those before."""
+        return [self.leaves[rows.paths[0]] for rows in self._all]
+
+    def read(self, row: Any) -> tuple[Flat, list[Token]]:
+        """A row that was not written yet, by path; and tokens for writes that come later."""
+        found: Flat = {}
+        tokens = []
+        for rows, version in zip(self._all, self.versions, strict=True):
+            some, token = rows.read(row, version)
+            found |= some
+            tokens.append(token)
+        return found, tokens
+
+    def write(self, row: Any, values: Flat, before: list[Token], after: list[Token]) -> list[Token]:
+        """Writes a row after what was written before and read; the versions from now on."""
+        return [
+            rows.write(row, values, *tokens)
+            for rows, *tokens in zip(self._all, before, after, strict=True)
+        ]
+
+    def by_path(self, versions: list[Token]) -> Flat:
+        """What stands for each tensor at these versions."""
+        return {
+            path: version
+            for rows, version in zip(self._all, versions, strict=True)
+            for path in rows.paths
+        }
 
 
 # -- the operations
@@ -255,14 +326,12 @@ def device_number(mesh: Mesh | AbstractMesh) -> jax.Array:
     return number
 
 
-@_read_row.def_abstract_eval
 def _read_shapes(*_: Any, files: DiskFiles, group: Group) -> list[Any]:
     del files
     blocks = [jax.core.ShapedArray(block.shape, jnp.dtype(block.dtype)) for block in group.blocks]
     return [jax.core.ShapedArray((), jnp.dtype(jnp.int32)), *blocks]
 
 
-@_write_row.def_abstract_eval
 def _write_shape(*_: Any, files: DiskFiles, group: Group) -> Any:
     del files, group
     return jax.core.ShapedArray((), jnp.dtype(jnp.int32))
@@ -299,5 +368,7 @@ def _on_each_device(ctx: Any) -> Any:
     return _callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out)
 
 
+_read_row.def_abstract_eval(_read_shapes)
+_write_row.def_abstract_eval(_write_shape)
 mlir.register_lowering(_read_row, partial(_lower, call=_reads), cacheable=False)
 mlir.register_lowering(_write_row, partial(_lower, call=_writes), cacheable=False)

@@ -8,7 +8,6 @@ it ends. Each row has a version, which a write raises by one and a read must nam
 what was written, or an error.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -308,8 +307,9 @@ class DiskFiles:
         try:
             return self._threads.submit(call, *args)
         except RuntimeError:  # the interpreter ends, and a program still runs: at once, then
+            call(*args)
             done: Future[None] = Future()
-            done.set_result(call(*args))
+            done.set_result(None)
             return done
 
     def _put(self, rows: _Rows, row: int, buffer: mmap.mmap) -> None:

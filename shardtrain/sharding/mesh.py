@@ -122,3 +122,10 @@ def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
 def data_degree(mesh: Mesh | AbstractMesh) -> int:
     """Number of shards that a batch is cut into."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)
+
+
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one dim, from its entry in a partition."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

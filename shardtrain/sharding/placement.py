@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardtrain.errors import ShardingError
+from shardtrain.sharding.disk import Rows
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.rules import Table
 from shardtrain.sharding.tiers import HOST, Tiers
@@ -129,6 +130,8 @@ class Placement:
     """A `jax.ShapeDtypeStruct` for every parameter."""
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
     """What of the state is not in the memory of the device."""
+    disk: Rows | None = None
+    """The parameters that rest on a disk."""
     frozen_names: PyTree = ()
     """Names of parameters that are not trained: they have no gradient and no optimizer state."""
     frozen_shapes: PyTree = ()
@@ -140,6 +143,7 @@ class Placement:
             self,
             names=self.frozen_names,
             shapes=self.frozen_shapes,
+            disk=None,
             frozen_names=(),
             frozen_shapes=(),
         )
@@ -175,20 +179,32 @@ class Placement:
 
     @property
     def params(self) -> PyTree:
-        """A sharding for every parameter."""
-        return jax.tree.map(
-            lambda place, away: place.with_memory_kind(HOST) if away else place,
-            self._shardings(self.zero >= 3),
-            self.away,
-        )
+        """A sharding for every parameter; of what is on a disk, for its version."""
+        on_disk = self.disk.paths if self.disk else ()
+
+        def where(path: tuple[Any, ...], place: NamedSharding, away: bool) -> NamedSharding:
+            if path_name(path) in on_disk:
+                return self.whole
+            return place.with_memory_kind(HOST) if away else place
+
+        return jax.tree.map_with_path(where, self.stored_params, self.away)
+
+    @property
+    def stored_params(self) -> PyTree:
+        """A sharding for every parameter as it is stored, in whatever memory."""
+        return self._shardings(self.zero >= 3)
 
     @property
     def away(self) -> PyTree:
-        """Whether each parameter rests away from the device."""
+        """Whether each parameter rests away from the device, on its host or on a disk."""
+        chosen = self.layers_in("host") | self.layers_in("disk")
+        return jax.tree.map_with_path(lambda path, _: path_name(path) in chosen, self.shapes)
+
+    def layers_in(self, tier: str) -> frozenset[str]:
+        """The parameters that rest in a tier, by path."""
         leaves = leaves_by_path(self.shapes)
         sizes = [(path, math.prod(x.shape)) for path, x in leaves if path.split("/")[0] == LAYERS]
-        chosen = self.tiers.layers_in("host", sizes)
-        return jax.tree.map_with_path(lambda path, _: path_name(path) in chosen, self.shapes)
+        return self.tiers.layers_in(tier, sizes)
 
     @property
     def any_away(self) -> bool:
@@ -291,13 +307,6 @@ def owner_of(path: str, params: Collection[str]) -> str:
     words = path.split("/")
     ends = ("/".join(words[start:]) for start in range(len(words)))
     return next((end for end in ends if end in params), "")
-
-
-def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one dim, from its entry in a partition."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def constrain_tree(tree: PyTree, shardings: PyTree) -> PyTree:

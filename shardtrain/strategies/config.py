@@ -140,9 +140,9 @@ class OffloadConfig(BaseModel):
     by layer, for their update only."""
     master: Literal["device", "host", "disk"] = "device"
     """Where the float32 masters rest that bfloat16 and float16 have."""
-    parameters: Literal["device", "host"] = "device"
-    """Where the parameters of the layers rest. From the host a layer comes for its forward and
-    again for its backward; gradients stay on the device."""
+    parameters: Literal["device", "host", "disk"] = "device"
+    """Where the parameters of the layers rest. From the host or the disk a layer comes for its
+    forward and again for its backward; gradients stay on the device."""
     update: Literal["device", "host"] = "device"
     """Who computes the update of what rests on the host. On the host gradients go there and new
     parameters come back, instead of moments and masters both ways."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardtrain.sharding.placement import LAYERS, Placement
+from shardtrain.sharding.placement import LAYERS, Placement, leaves_by_path, path_name
 from shardtrain.strategies import traced
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.remat import Block, remat
@@ -38,20 +38,22 @@ class FetchedStack:
         """Runs them; see `Stack`."""
         graph, state = nnx.split(layers)
         resting = nnx.to_pure_dict(state)
-        indices = jnp.arange(len(jax.tree.leaves(resting)[0]), dtype=jnp.uint32)
+        num_layers = jax.tree.leaves(self.placement.shapes[LAYERS])[0].shape[0]
+        indices = jnp.arange(num_layers, dtype=jnp.uint32)
+        # A version on a disk is that of every layer.
+        resting = jax.tree.map(
+            lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, indices.shape), resting
+        )
 
         def layer(weights: PyTree, index: jax.Array, x: PyTree) -> Any:
             return block(nnx.merge(graph, weights), index, x)
 
         def plain(_: PyTree, resting: PyTree, index: jax.Array, x: PyTree) -> Any:
-            return layer(self._fetch(resting), index, x)
+            return layer(fetched(self.placement, resting, index), index, x)
 
         run: Any = plain if self.stand_ins is None else self._differentiable(layer, x)
         rows = (self.stand_ins, resting, indices)
         return jax.lax.scan(lambda x, row: (run(*row, x), None), x, rows)[0]
-
-    def _fetch(self, resting: PyTree) -> PyTree:
-        return fetched(self.placement, resting)
 
     def _differentiable(self, layer: Layer, x: jax.Array) -> Any:
         """(stand-ins, what rests, index, x) -> x, of one layer."""
@@ -63,38 +65,50 @@ class FetchedStack:
         whole, around = traced.opened(remat(self.policy)(layer), *inputs)
         cut = LayerVjp(whole, *inputs, around)
 
+        def fetch(resting: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+            return fetched(self.placement, resting, index), ()
+
         @jax.custom_vjp
         def run(_: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree) -> Any:
-            return cut.forward((self._fetch(resting), ()), index, x, around)[0]
+            return cut.forward(fetch(resting, index), index, x, around)[0]
 
         def forward(
             _: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree
         ) -> Any:
-            y, kept = cut.forward((self._fetch(resting), ()), index, x, around)
+            y, kept = cut.forward(fetch(resting, index), index, x, around)
             return y, (resting, index, kept, around)
 
         def backward(saved: Any, g: jax.Array) -> Any:
             resting, index, kept, around = saved
-            found, gx, _ = cut.backward((self._fetch(resting), ()), index, kept, g, around)
+            found, gx, _ = cut.backward(fetch(resting, index), index, kept, g, around)
             return jax.tree.unflatten(jax.tree.structure(weights), found), None, None, gx, None
 
         run.defvjp(forward, backward)
         return lambda *row_and_x: run(*row_and_x, around)
 
 
-def fetched(placement: Placement, resting: PyTree) -> PyTree:
+def fetched(placement: Placement, resting: PyTree, place: Any) -> PyTree:
     """One layer's parameters on the device.
 
     Args:
         placement: where they rest.
-        resting: the layer's part of each stacked leaf, where that rests.
+        resting: the layer's part of each stacked leaf, where that rests; the version of what is on
+            a disk.
+        place: which row of the stack the layer is, or of its stage's part.
     """
-    away = placement.away[LAYERS]
-    return jax.tree.map(
-        lambda leaf, is_away: jax.device_put(leaf, jax.memory.Space.Device) if is_away else leaf,
-        resting,
-        away,
-    )
+    read: dict[str, Any] = {}
+    if placement.disk:
+        versions = dict(leaves_by_path({LAYERS: resting}))
+        read, _ = placement.disk.read(place, versions[placement.disk.paths[0]])
+
+    def here(path: tuple[Any, ...], leaf: jax.Array, is_away: bool) -> jax.Array:
+        name = f"{LAYERS}/{path_name(path)}"
+        if name in read:
+            row: jax.Array = read[name][0]
+            return row
+        return jax.device_put(leaf, jax.memory.Space.Device) if is_away else leaf
+
+    return jax.tree.map_with_path(here, resting, placement.away[LAYERS])
 
 
 def split(placement: Placement, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -104,13 +118,15 @@ def split(placement: Placement, params: PyTree) -> tuple[PyTree, PyTree]:
         The parameters, with leaves of zeros that nobody reads for what is away; and what is away,
         with None for all else.
     """
+    on_disk = placement.disk.leaves if placement.disk else {}
 
-    def stand_in(leaf: jax.Array, shape: Any, is_away: bool) -> jax.Array:
-        return jnp.zeros(shape.shape, leaf.dtype) if is_away else leaf
+    def stand_in(path: tuple[Any, ...], leaf: jax.Array, shape: Any, is_away: bool) -> jax.Array:
+        dtype = on_disk.get(path_name(path), leaf).dtype
+        return jnp.zeros(shape.shape, dtype) if is_away else leaf
 
     away = placement.away
     return (
-        jax.tree.map(stand_in, params, placement.shapes, away),
+        jax.tree.map_with_path(stand_in, params, placement.shapes, away),
         jax.tree.map(lambda leaf, is_away: leaf if is_away else None, params, away),
     )
 

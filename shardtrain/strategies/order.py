@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import PIPELINE
-from shardtrain.sharding.placement import Names, mesh_axes, split_size
+from shardtrain.sharding.mesh import PIPELINE, mesh_axes
+from shardtrain.sharding.placement import Names, split_size
 from shardtrain.sharding.tiers import HOST
 from shardtrain.strategies.schedules.table import NOTHING
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.frozen import joined
-from shardtrain.sharding.mesh import DATA_AXES, PIPELINE
-from shardtrain.sharding.placement import LAYERS, Placement, mesh_axes
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_axes
+from shardtrain.sharding.placement import LAYERS, Placement, split_size
 from shardtrain.sharding.rules import current
 from shardtrain.strategies.layer_vjp import Arrays
 from shardtrain.strategies.offload import fetched
@@ -98,10 +98,12 @@ class Shard:
             return _gather(leaf, dims.of_entry.params, dims.of_entry.others)
 
         def row(leaf: jax.Array) -> jax.Array:
+            if not leaf.ndim:  # the version of what is on a disk
+                return leaf
             own: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
             return own
 
-        trained = fetched(self.placement, jax.tree.map(row, self.params[LAYERS]))
+        trained = fetched(self.placement, jax.tree.map(row, self.params[LAYERS]), place)
         frozen = jax.tree.map(row, _layers(self.frozen))
         return (
             jax.tree.map(use, trained, self._dims[LAYERS]),
@@ -122,15 +124,19 @@ class Shard:
         """Sums of nothing: of each leaf of the layers, and of the ends."""
         degree = self.placement.mesh.shape["data"]
 
-        def zeros(leaf: jax.Array, dims: Dims) -> jax.Array:
-            shape = list(leaf.shape)
+        def zeros(leaf: Any, there: NamedSharding, dims: Dims) -> jax.Array:
+            shape = [
+                size
+                // split_size(self.placement.mesh, tuple(a for a in mesh_axes(dim) if a in MANUAL))
+                for size, dim in zip(leaf.shape, there.spec, strict=True)
+            ]
             if dims.params is not None:
                 shape[dims.params] *= degree
             if dims.gradients is not None:
                 shape[dims.gradients] //= degree
             return jnp.zeros(shape, self._dtype)
 
-        sums = jax.tree.map(zeros, self.params, self._dims)
+        sums = jax.tree.map(zeros, self.placement.shapes, self.placement.stored_params, self._dims)
         return jax.tree.leaves(sums[LAYERS]), _without_layers(sums)
 
     def add_layer(
@@ -196,7 +202,7 @@ class Shard:
 
 def _dims_of(placement: Placement) -> PyTree:
     """`Dims` of every parameter of a placement."""
-    trees = (placement.params, placement.gradients, placement.optimizer)
+    trees = (placement.stored_params, placement.gradients, placement.optimizer)
 
     def dims(
         computed: NamedSharding, params: NamedSharding, grads: NamedSharding, opt: NamedSharding

@@ -67,7 +67,7 @@ def make_stack(*, policy: str = "none", loop: str = "scan") -> Stack:
 
 
 def make_streamed_stack(
-    order: LayerOrder, mesh: Mesh, fetched: Callable[[PyTree], PyTree]
+    order: LayerOrder, mesh: Mesh, fetched: Callable[[PyTree, Any], PyTree]
 ) -> Stack:
     """The stack of a pipeline for whoever has no use for one, such as a text that is generated.
 
@@ -81,22 +81,29 @@ def make_streamed_stack(
     """
     places, stages = jnp.asarray(order.places, jnp.int32), stage_numbers(mesh)
 
-    def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
-        count = len(jax.tree.leaves(stacked)[0])
-        rows = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place % count, keepdims=False), stacked
-        )
-        is_mine = place // count == stage[0]
-        return jax.tree.map(lambda row: sent_by(row, is_mine), fetched(rows))
+    count = len(order.rows) // mesh.shape[PIPELINE]
 
-    fetch = jax.shard_map(
-        own,
-        mesh=mesh,
-        axis_names={PIPELINE},
-        in_specs=(PartitionSpec(PIPELINE), PartitionSpec(), PartitionSpec(PIPELINE)),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
+    def row(leaf: jax.Array, place: jax.Array) -> jax.Array:
+        if not leaf.ndim:  # the version of what is on a disk
+            return leaf
+        own: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place % count, keepdims=False)
+        return own
+
+    def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
+        rows = jax.tree.map(lambda leaf: row(leaf, place), stacked)
+        is_mine = place // count == stage[0]
+        return jax.tree.map(lambda row: sent_by(row, is_mine), fetched(rows, place % count))
+
+    def fetch(stacked: PyTree, place: jax.Array) -> PyTree:
+        splits = jax.tree.map(lambda leaf: PartitionSpec(*(PIPELINE,) * min(leaf.ndim, 1)), stacked)
+        return jax.shard_map(
+            own,
+            mesh=mesh,
+            axis_names={PIPELINE},
+            in_specs=(splits, PartitionSpec(), PartitionSpec(PIPELINE)),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(stacked, place, stages)
 
     def run(layers: nnx.Module, block: Block, x: PyTree) -> Any:
         graph, state = nnx.split(layers)
@@ -104,7 +111,7 @@ def make_streamed_stack(
 
         def body(x: PyTree, row: tuple[jax.Array, jax.Array]) -> tuple[PyTree, None]:
             index, place = row
-            return block(nnx.merge(graph, fetch(params, place, stages)), index, x), None
+            return block(nnx.merge(graph, fetch(params, place)), index, x), None
 
         return jax.lax.scan(body, x, (jnp.arange(len(places), dtype=jnp.uint32), places))[0]
 

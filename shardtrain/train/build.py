@@ -6,9 +6,10 @@ Owns the assembly that is the same for a config-driven run and for somebody's ow
 config.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,12 +21,15 @@ from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import STATE, Streamed, Sweep, Whole, stacked_paths
+from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths, take_row
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.disk import Disk, make_disk
+from shardtrain.sharding.disk import PARAMETERS as DISK_PARAMETERS
+from shardtrain.sharding.disk import STATE as DISK_STATE
+from shardtrain.sharding.disk import Disk, Rows
+from shardtrain.sharding.disk_files import DiskFiles
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import PIPELINE
-from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path
+from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path, path_name
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
@@ -130,7 +134,7 @@ class Program:
         shapes = map_stacked(stacked, nnx.to_pure_dict(state), self._stacked_params(names))
         trained, frozen = self.training.split(names)
         trained_shapes, frozen_shapes = self.training.split(shapes)
-        return Placement(
+        placement = Placement(
             mesh=layout.mesh,
             compute=layout.compute,
             stored=stored_table(layout.compute),
@@ -141,6 +145,7 @@ class Program:
             frozen_names=frozen,
             frozen_shapes=frozen_shapes,
         )
+        return replace(placement, disk=self._params_on_disk(placement))
 
     @staticmethod
     def _stacked_params(names: PyTree) -> PyTree:
@@ -208,13 +213,46 @@ class Program:
             for path, leaf in leaves_by_path(state)
             if path in there and leaf.ndim
         }
+        layers = {path: leaf for path, leaf in leaves.items() if path in stacked}
         mesh = self.layout.mesh
-        return make_disk(
-            self.layout.disk_folder,
-            mesh,
-            {STATE: {path: leaf for path, leaf in leaves.items() if path in stacked}},
-            {path: leaf for path, leaf in leaves.items() if path not in stacked},
-            stages=mesh.shape[PIPELINE],
+        return Disk(
+            Rows(DISK_STATE, self._files, mesh, layers, mesh.shape[PIPELINE]) if layers else None,
+            self.placement.disk,
+            {
+                path: Rows(path, self._files, mesh, {path: leaf}, leaf.shape[0])
+                for path, leaf in leaves.items()
+                if path not in stacked
+            },
+        )
+
+    @cached_property
+    def _files(self) -> DiskFiles:
+        return DiskFiles(Path(self.layout.disk_folder))
+
+    def _params_on_disk(self, placement: Placement) -> Rows | None:
+        """The parameters that rest on a disk."""
+        chosen, places = placement.layers_in("disk"), dict(leaves_by_path(placement.stored_params))
+        leaves = {
+            path: jax.ShapeDtypeStruct(leaf.shape, self.policy.params, sharding=places[path])
+            for path, leaf in leaves_by_path(placement.shapes)
+            if path in chosen
+        }
+        mesh = self.layout.mesh
+        if not leaves:
+            return None
+        return Rows(DISK_PARAMETERS, self._files, mesh, leaves, mesh.shape[PIPELINE])
+
+    def _params_at_rest(self, params: PyTree) -> PyTree:
+        """Parameters, those that rest on a disk written there."""
+        rows = self.placement.disk
+        if rows is None:
+            return params
+        leaves = dict(leaves_by_path(params))
+        version = rows.write_all(
+            lambda index: {path: take_row(leaves[path], index, rows.stages) for path in rows.paths}
+        )
+        return jax.tree.map_with_path(
+            lambda path, leaf: version if path_name(path) in rows.paths else leaf, params
         )
 
     @cached_property
@@ -290,7 +328,7 @@ class Program:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=cast(master, self.policy.params),
+            params=self._params_at_rest(cast(master, self.policy.params)),
             opt_state=self.optimizer.first(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),

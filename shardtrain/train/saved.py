@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from shardtrain.sharding.disk import Apart, Disk
 from shardtrain.sharding.placement import leaves_by_path, path_name
@@ -117,7 +116,7 @@ class Saved:
 
     def _load(self, name: str, path: str, saved: Mapping[str, Any]) -> jax.Array:
         rows = self.disk.by_path[name]
-        stack = rows.leaves[name].sharding.with_memory_kind(HOST)  # type: ignore[union-attr]
+        stack = rows.leaves[name].sharding.with_memory_kind(HOST)
         leaf = rows.load(name, stack)
         if self.order.is_model_order or not self._is_stacked[path]:
             return leaf
@@ -126,9 +125,11 @@ class Saved:
 
     def _store(self, name: str, path: str, saved: Mapping[str, Any], whole: jax.Array) -> jax.Array:
         rows = self.disk.by_path[name]
-        stack = rows.leaves[name].sharding.with_memory_kind(HOST)  # type: ignore[union-attr]
+        stack = rows.leaves[name].sharding.with_memory_kind(HOST)
         if not self.order.is_model_order and self._is_stacked[path]:
-            move = self._mover((path,), self.order.rows, {path: saved[path].sharding}, {path: stack})
+            move = self._mover(
+                (path,), self.order.rows, {path: saved[path].sharding}, {path: stack}
+            )
             whole = move({path: whole})[path]
         return rows.store(name, whole)
 
@@ -144,7 +145,9 @@ class Saved:
             return state
         leaves = dict(leaves_by_path(state))
         names = tuple(
-            path for path, leaf in leaves.items() if self._is_stacked[path] and getattr(leaf, "ndim", 0)
+            path
+            for path, leaf in leaves.items()
+            if self._is_stacked[path] and isinstance(leaf, jax.Array) and leaf.ndim
         )
         places = [
             {path: leaf.sharding for path, leaf in leaves_by_path(form) if path in names}

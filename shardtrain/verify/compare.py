@@ -43,6 +43,18 @@ class Subject:
         """What a state keeps beside its parameters, on the host and in model order."""
         return jax.device_get(self.program.saved.save(state).model_state)
 
+    def parameters(self, state: TrainState, params: PyTree) -> PyTree:
+        """Parameters on the host and in model order.
+
+        Args:
+            state: any state of the program.
+            params: as they rest.
+        """
+        saved = self.program.saved.save(state.replace(params=params)).params
+        return jax.tree.map(
+            lambda leaf: jax.device_get(leaf.load() if isinstance(leaf, Apart) else leaf), saved
+        )
+
     def take(self, state: TrainState, of: "Subject") -> TrainState:
         """Another subject's state, put where this one keeps it."""
         return transfer(of.program.saved.save(state), self.program)
@@ -114,7 +126,9 @@ def compare(subject: Subject, reference: Subject, *, steps: int, bound: float) -
         _merge(gradients, differences(subject.in_model_order(grads), right))
         _merge(
             parameters,
-            differences(subject.in_model_order(params), reference.in_model_order(wanted.params)),
+            differences(
+                subject.parameters(new, params), reference.parameters(wanted, wanted.params)
+            ),
         )
         _merge(kept, differences(subject.kept(new), reference.kept(wanted)))
         truth, state = wanted, new

@@ -17,9 +17,11 @@ from shardtrain.sharding.disk import Apart
 from shardtrain.sharding.placement import leaves_by_path
 
 ON_DISK = {"offload.optimizer": "disk", "offload.master": "disk"}
+WITH_PARAMETERS = {"offload.parameters": "disk", "model.layer_loop": "scan"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1, clipped": {"sharding.zero": 1, "optimizer.clip_norm": 0.1},
-    "zero 3, 4 microbatches, bfloat16": {
+    "zero 3, 4 microbatches, bfloat16, parameters": {
+        **WITH_PARAMETERS,
         "sharding.zero": 3,
         "train.microbatches": 4,
         "train.precision": "bfloat16",
@@ -46,10 +48,27 @@ MORE: dict[str, dict[str, Any]] = {
         "offload.master": "host",
         "sharding.zero": 1,
     },
+    "zero 1, 4 microbatches, parameters alone": {
+        **WITH_PARAMETERS,
+        "offload.optimizer": "device",
+        "offload.master": "device",
+        "sharding.zero": 1,
+        "train.microbatches": 4,
+    },
+    "pipeline 2, tensor 2, zero 3, parameters": {
+        **WITH_PARAMETERS,
+        "mesh.pipeline": 2,
+        "mesh.tensor": 2,
+        "sharding.zero": 3,
+        "train.microbatches": 2,
+        "train.precision": "bfloat16",
+    },
     "half of it": {"train.precision": "bfloat16", "offload.fraction": 0.5},
     "lamb": {"optimizer.name": "lamb", "sharding.zero": 1},
 }
 """In the marked run."""
+OTHER_KERNELS = {"zero 0, adafactor": 1e-6, "masters on the host": 1e-6}
+"""XLA:CPU fuses another part of the update into one kernel there, whose last bit differs."""
 
 
 def make_run(folder: Path, **overrides: Any) -> Run:
@@ -91,10 +110,17 @@ def whole(run: Run, state: Any) -> dict[str, Any]:
     }
 
 
-def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def evaluated(run: Run, state: Any) -> float:
+    sums, _ = run.program.evaluate(state.params, run.batch_at(0))
+    return float(sum(sums.values()))
+
+
+def assert_equal(ours: dict[str, Any], theirs: dict[str, Any], most: float = 0.0) -> None:
+    """Equal bit for bit, or as far apart as `most` times the largest entry."""
     assert ours.keys() == theirs.keys()
     for path, leaf in ours.items():
-        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
+        mine, other = np.asarray(leaf, np.float64), np.asarray(theirs[path], np.float64)
+        assert np.abs(mine - other).max() <= most * np.abs(other).max(), path
 
 
 @pytest.mark.parametrize(
@@ -103,29 +129,37 @@ def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_o22_a_disk_changes_nothing(tmp_path: Path, layout: str) -> None:
     """O-22: ten steps with a save and a restore after six, here and without a disk, are equal."""
     keys = ON_DISK | (LAYOUTS | MORE)[layout]
-    here = {key: "device" for key in keys if key.startswith("offload.") and key != "offload.fraction"}
+    here = {
+        key: "device" for key in keys if key.startswith("offload.") and key != "offload.fraction"
+    }
     plain, run = make_run(tmp_path, **keys | here), make_run(tmp_path, **keys)
+    most = OTHER_KERNELS.get(layout, 0.0)
     on_device, on_disk = stepper(plain), stepper(run)
     with Checkpointer(tmp_path / "plain") as by_plain, Checkpointer(tmp_path / "disk") as by_disk:
         six = on_device(plain.init(), 0, 6)
         by_plain.save(6, plain.program.saved.save(six), {})
         ours = on_disk(run.init(), 0, 6)
-        assert_equal(whole(run, ours), whole(plain, six))
+        assert_equal(whole(run, ours), whole(plain, six), most)
+        assert evaluated(run, ours) == pytest.approx(evaluated(plain, six), rel=1e-6)
         by_disk.save(6, run.program.saved.save(ours), {})
         by_plain.wait(), by_disk.wait()
         wanted = whole(plain, on_device(six, 6, 10))
 
-        assert_equal(whole(run, on_disk(ours, 6, 10)), wanted)
+        assert_equal(whole(run, on_disk(ours, 6, 10)), wanted, most)
         # Each goes on from the other's checkpoint.
         back = restore_state(by_plain, 6, run.program)
-        assert_equal(whole(run, on_disk(back, 6, 10)), wanted)
+        assert_equal(whole(run, on_disk(back, 6, 10)), wanted, most)
         back = restore_state(by_disk, 6, plain.program)
         assert_equal(whole(plain, on_device(back, 6, 10)), wanted)
-    state_leaves = leaves_by_path(run.program.shapes.opt_state)
-    whole_leaves = dict(leaves_by_path(plain.program.shapes.opt_state))
-    gone = sum(whole_leaves[p].size for p, leaf in state_leaves if leaf.shape != whole_leaves[p].shape)
-    kept = sum(leaf.size for p, leaf in state_leaves if leaf.shape == whole_leaves[p].shape and leaf.ndim)
+    there = run.program.disk.by_path
+    state = leaves_by_path((run.program.shapes.params, run.program.shapes.opt_state))
+    for path, leaf in state:
+        assert (leaf.shape == ()) >= (path[2:] in there), path
+    sizes = {p: leaf.size for p, leaf in leaves_by_path(plain.program.shapes.opt_state)}
+    gone = sum(size for path, size in sizes.items() if path in there)
     if layout == "half of it":
-        assert 0.5 <= gone / (gone + kept) < 0.75
-    elif "host" not in layout and "adafactor" not in layout:
-        assert kept == 0
+        assert 0.5 <= gone / sum(sizes.values()) < 0.75
+    elif layout in LAYOUTS:
+        assert gone == sum(size for size in sizes.values() if size > 1)
+    on_disk = {path for path in there if path.startswith("layers/")}
+    assert bool(on_disk) == ("offload.parameters" in keys)
