@@ -29,6 +29,7 @@ from shardtrain.plan.answer import Plan, Point, Program
 from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import DoesNotFitError, Job, compile_for
+from shardtrain.plan.cost import DISK
 from shardtrain.plan.expected import expect
 from shardtrain.plan.hardware import Chips, parse_cluster, read_chips
 from shardtrain.plan.layout import all_divisors
@@ -100,6 +101,12 @@ def make_plan(
 
 
 def _notes(config: RunConfig) -> list[str]:
+    tiers = (config.offload.optimizer, config.offload.master, config.offload.parameters)
+    disk = [f"each host's disk reads and writes {DISK / 1e9:g} GB/s; a run measures it"]
+    return [*_overlap_notes(config), *(disk if "disk" in tiers else [])]
+
+
+def _overlap_notes(config: RunConfig) -> list[str]:
     if not config.train.overlap or config.mesh.pipeline > 1:
         return []
     return [

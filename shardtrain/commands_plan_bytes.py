@@ -121,7 +121,8 @@ def _refuse(options: PlanOptions, config: RunConfig) -> None:
 
 def _compile(options: PlanOptions, config: RunConfig, size: int, cluster: Cluster) -> Compiled:
     target = Target(cluster.chip.target or cluster.chip.name, cluster.hosts, cluster.per_host)
-    uses_host = "host" in (config.offload.optimizer, config.offload.master)
+    offload = config.offload
+    uses_host = {offload.optimizer, offload.master} != {"device"}
     job = Job(lower_step, (config, size), uses_host=uses_host)
     return compile_for(
         target, {"step": job}, seconds=options.seconds, overlap=config.train.overlap

@@ -64,6 +64,8 @@ def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
             table.add_row(name, f"{size / 2**30:.2f}")
     if one.memory.host:
         table.add_row("on its host", f"{one.memory.host / 2**30:.2f}")
+    if one.memory.disk:
+        table.add_row("on a disk", f"{one.memory.disk / 2**30:.2f}")
     console.print(table)
     needed = plan.needed if one is plan.own else one.memory.total
     console.print(

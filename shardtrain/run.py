@@ -27,6 +27,7 @@ from shardtrain.run_remat import choose_remat
 from shardtrain.run_weights import require_tokenizer, weights_of
 from shardtrain.run_work import Info, Work, work_of
 from shardtrain.sharding.devices import prepare_devices
+from shardtrain.sharding.disk import require_disk
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report
@@ -188,6 +189,8 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
     offload = config.offload
     if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
+    if "disk" in (offload.optimizer, offload.master, offload.parameters):
+        require_disk(devices)
     if isinstance(config, LanguageRunConfig) and known_vocab(config) is not None:
         require_tokenizer(config)
     data, validation, info = work_of(config).open_data(_say)

@@ -128,6 +128,7 @@ def make_report(program: Program) -> Report:
         model_state=program.shapes.model_state,
         gradient_dtype=program.policy.gradient_dtype(summed=program.layout.runner.sums_gradients),
         frozen=program.shapes.frozen,
+        disk=program.disk.nbytes,
     )
 
 

@@ -159,7 +159,8 @@ class Attempt:
              f"{human_bytes(bytes_.parameters)}, gradients {human_bytes(bytes_.gradients)}, "
              f"optimizer {human_bytes(bytes_.optimizer)}"
              + (f", beside them {human_bytes(bytes_.beside)}" if bytes_.beside else "")
-             + (f"; on the host {human_bytes(bytes_.host)}" if bytes_.host else "")),
+             + (f"; on the host {human_bytes(bytes_.host)}" if bytes_.host else "")
+             + (f"; on the disk {human_bytes(bytes_.disk)}" if bytes_.disk else "")),
             ("steps", f"{self.cadence.last:,} of {run.work.portions}"),
             ("folder", str(self.directory.path)),
         ]  # fmt: skip
@@ -179,9 +180,26 @@ class Attempt:
         for path in self.checkpoints.clean():
             self.screen.say(f"deleted what an interrupted save has left: {path}")
         self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
+        if self.run.program.disk.all:
+            self.screen.say(self._disk_words())
         if resume is None and self.run.config.run.init:
             copy_beside(self.run.config.run.init, self.directory.path)
         self.directory.write_resolved(to_toml(self.run.config))
+
+    def _disk_words(self) -> str:
+        """What the disk can do, and what a step asks of it."""
+        program = self.run.program
+        disk, speed = program.disk, program.disk.begin()
+        masters = program.policy.has_master
+        read, written = disk.traffic(program.layout.microbatches, masters=masters)
+        count = len(disk.all[0].here)
+        seconds = count * (read / speed.read + written / speed.write)
+        past = "past the page cache" if speed.direct else "through the page cache"
+        return (
+            f"disk: {disk.all[0].files.parent} reads {speed.read / 1e9:.2g} GB/s and writes "
+            f"{speed.write / 1e9:.2g}, {past}; a step reads {human_bytes(count * read)} and writes "
+            f"{human_bytes(count * written)} here: {seconds:.2g} s of it"
+        )
 
     # -- from the first update to the last
 

@@ -29,6 +29,8 @@ PyTree = Any
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct | Apart
 
 _ALONE = "value"  # what a leaf is called in a folder of its own
+SMALL = 64 << 20
+"""Bytes of leaves that may be in memory together with others, however they rest."""
 _SHOWN = 8  # differences named in one refusal
 _TIMEOUT_SECONDS = 24 * 3600  # a slow disk is not an error; a stuck one is the watchdog's affair
 
@@ -64,10 +66,18 @@ class Leaves:
         """Separate the leaves that must not be in memory together.
 
         Returns:
-            All others, as a tree of their names, and these by name.
+            All others, small ones of them read, as a tree of their names; and these by name.
         """
-        turns = {name: leaf for name, leaf in self.by_name.items() if isinstance(leaf, Apart)}
-        rest = {name: leaf for name, leaf in self.by_name.items() if name not in turns}
+        turns = {
+            name: leaf
+            for name, leaf in self.by_name.items()
+            if isinstance(leaf, Apart) and _num_bytes(leaf) > SMALL
+        }
+        rest = {
+            name: leaf.load() if isinstance(leaf, Apart) else leaf
+            for name, leaf in self.by_name.items()
+            if name not in turns
+        }
         tree: dict[str, Any] = {}
         for name, leaf in rest.items():
             _insert(tree, self.paths[name], leaf)
@@ -257,23 +267,26 @@ def read(
         if _num_bytes(leaf) and name not in values
     }
     by_itself = {name for name in stored if (path / APART / name).is_dir()}
+    large = {name for name, leaf in stored.items() if isinstance(leaf, Apart)}
+    large = {name for name in large if _num_bytes(stored[name]) > SMALL}
     together = {
         name: leaf
         for name, leaf in stored.items()
-        if name not in by_itself and not isinstance(leaf, Apart)
+        if name not in by_itself and name not in large
     }
     found = _read(path / STATE, together, wanted.paths)
     digests = {name: _digest(leaf) for name, leaf in found.items()}
     for name, leaf in stored.items():
-        if name in together:
-            continue
-        whole = (
-            _read(path / APART / name, {name: leaf}, {name: (_ALONE,)})
-            if name in by_itself
-            else _read(path / STATE, {name: leaf}, wanted.paths)
-        )[name]
-        digests[name] = known(_digest(whole)())
-        found[name] = leaf.store(whole) if isinstance(leaf, Apart) else whole
+        if name not in together:
+            folder, paths = (
+                (path / APART / name, {name: (_ALONE,)})
+                if name in by_itself
+                else (path / STATE, wanted.paths)
+            )
+            found |= _read(folder, {name: leaf}, paths)
+            digests[name] = known(_digest(found[name])())
+        if isinstance(leaf, Apart):
+            found[name] = leaf.store(found[name])
     for name, leaf in wanted.by_name.items():
         if name not in stored:
             found[name] = _filled(leaf, values.get(name, 0))

@@ -133,6 +133,7 @@ class Plan:
             "layout": asdict(own.layout),
             "bytes_per_device": _rounded(own.memory.by_class()),
             "host_bytes_per_device": round(own.memory.host),
+            "disk_bytes_per_device": round(own.memory.disk),
             "memory": {
                 "device": self.cluster.chip.memory,
                 "margin": MARGIN,

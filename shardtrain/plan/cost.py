@@ -41,6 +41,9 @@ _HOST_LINK = 16e9
 """Bytes/s of a link to the host that a chip's row does not give: 16 lanes of PCIe 3."""
 _HOST_MEMORY = 40e9
 """Bytes/s that a host's processor reads and writes for one device: two channels of DDR5."""
+DISK = 3e9
+"""Bytes/s that a host's disk reads and writes, taken together: one NVMe disk of PCIe 4. A run
+measures its own when it begins."""
 SPREAD = 0.1
 """How far products may be off either way."""
 
@@ -69,6 +72,8 @@ class Seconds:
     update: float
     host: float
     """Copies from the host and to it that no work hides."""
+    disk: float
+    """Reads and writes that no work hides."""
 
     @property
     def total(self) -> float:
@@ -119,7 +124,7 @@ def cost(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
     wide_layers = min((words.first + words.last) / workload.model.num_layers, 1.0)
     rates = chip_rates(cluster.chip, words.compute, wide_layers)
     groups = _groups(cluster, tuple(layout.degrees.items()))
-    model = _Model(workload, layout, rates, groups)
+    model = _Model(workload, layout, rates, groups, cluster.per_host)
     return Cost(
         low=model.seconds(products=1 - SPREAD, hides=True),
         high=model.seconds(products=1 + SPREAD, hides=False),
@@ -199,6 +204,7 @@ class _Model:
     layout: Layout
     rates: Rates
     groups: Groups
+    devices_a_disk: int
 
     @property
     def pieces(self) -> Pieces:
@@ -239,6 +245,7 @@ class _Model:
             data=self._data(hidden),
             update=update,
             host=max(self._host() - work - update, 0.0) if hides else self._host(),
+            disk=self._disk(),
         )
 
     def _reduced(self, times: int) -> float:
@@ -321,7 +328,12 @@ class _Model:
             # Read and written once by the host, which waits for all gradients.
             travels = sum(self.workload.updated(self.layout)) / self.rates.host
             return entries * itemsize / self.rates.memory + 2 * state.host / _HOST_MEMORY + travels
-        return (moved + 4 * state.host) / self.rates.memory
+        return (moved + 4 * (state.host + state.disk)) / self.rates.memory
+
+    def _disk(self) -> float:
+        """Reads and writes, which the device waits for; the devices of a host share its disk."""
+        travels = self.workload.to_disk(self.layout)
+        return (travels.loaded + travels.stored) * self.devices_a_disk / DISK
 
     def _host(self) -> float:
         """Copies from the host and back, both ways at once."""

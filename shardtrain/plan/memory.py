@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from shardtrain.plan.resting import State
 from shardtrain.plan.workload import Layout, Workload
+from shardtrain.sharding.disk_files import BUFFERS
 
 MARGIN = 0.08
 """Part of a chip's memory left to the driver, to communication libraries and to fragments."""
@@ -37,6 +38,8 @@ class Memory:
     batch: float
     host: float = 0.0
     """In the memory of the device's host; in no sum below."""
+    disk: float = 0.0
+    """On a disk, likewise."""
 
     @property
     def state(self) -> float:
@@ -46,13 +49,14 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return math.fsum(getattr(self, part.name) for part in fields(self)[:-1])
+        return math.fsum(getattr(self, name) for name in _ON_DEVICE)
 
     def by_class(self) -> dict[str, float]:
         """The parts by name, and the `total`."""
-        return {part.name: getattr(self, part.name) for part in fields(self)[:-1]} | {
-            "total": self.total
-        }
+        return {name: getattr(self, name) for name in _ON_DEVICE} | {"total": self.total}
+
+
+_ON_DEVICE = tuple(part.name for part in fields(Memory) if part.name not in ("host", "disk"))
 
 
 def memory(workload: Workload, layout: Layout) -> Memory:
@@ -70,7 +74,9 @@ def memory(workload: Workload, layout: Layout) -> Memory:
     words = 5 if workload.separate_documents else 3
     # What comes from the host for its update, when activations are gone.
     streamed = max(_streamed(workload, layout, state) - held.activations - held.logits, 0.0)
-    host = float(state.host + state.away)
+    disk = state.disk + state.disk_parameters
+    # Of what is on a disk a few layers are there, for those that read and write.
+    host = state.host + state.away - state.disk_parameters + BUFFERS * disk / workload.rows(layout)
     if workload.program.layout.tiers.updates:
         # New state is written beside the old; gradients come, and new parameters are made there.
         streamed, host = 0.0, 2 * host + sum(workload.updated(layout))
@@ -85,6 +91,7 @@ def memory(workload: Workload, layout: Layout) -> Memory:
         buffers=max(held.buffers, streamed) + _casts(workload, layout, state),
         batch=4.0 * words * tokens,
         host=host + kept,
+        disk=float(disk),
     )
 
 
@@ -93,14 +100,14 @@ _IN_FLIGHT = 3
 
 
 def _streamed(workload: Workload, layout: Layout, state: State) -> float:
-    """Most of the host's state that is on the device at once."""
+    """Most of the state away from the device that is on it at once."""
     entries, rows = state.entries, workload.rows(layout)
     layers, ends = (
         (entries.split_layers, entries.split_ends)
         if layout.zero >= 1
         else (entries.layers, entries.ends)
     )
-    each = state.host / max(layers + ends, 1)
+    each = (state.host + state.disk) / max(layers + ends, 1)
     stages = layout.pipeline
     # Without masters the parameters come too.
     params = 0 if workload.program.policy.has_master else state.away

@@ -117,6 +117,7 @@ def _step(axes: "Axes", plan: Plan) -> None:
         ("data collectives that nothing hides", lambda s: s.data, "C5"),
         ("update", lambda s: s.update, "C6"),
         ("copies from and to the host", lambda s: s.host, "C7"),
+        ("reads and writes of the disk", lambda s: s.disk, "C8"),
     )
     for name, length, colour in bars:
         width = (length(low) + length(high)) / 2

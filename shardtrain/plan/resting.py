@@ -52,7 +52,11 @@ class State:
     host: int
     """What of the optimizer's rests in the memory of the device's host."""
     away: int
-    """Parameters that rest there."""
+    """Parameters that rest there or on a disk."""
+    disk: int
+    """What of the optimizer's rests on a disk."""
+    disk_parameters: int
+    """Those of `away` that rest on a disk."""
     entries: Entries
     """Of parameters that are trained."""
     weights: Entries

@@ -204,21 +204,23 @@ class Workload:
         """
         state, layers = self.state(layout), self.model.num_layers
         masters = self.program.policy.has_master
+        away = state.away - state.disk_parameters
         kept = self.kept(layout).host * self.samples(layout) * layers * layout.microbatches
         if self.program.layout.tiers.updates:
             gradients, parameters = self.updated(layout)
-            read = 2 * layout.microbatches * state.away
+            read = 2 * layout.microbatches * away
             return Travels(
                 loaded=read + parameters + kept,
                 stored=gradients + parameters * (not masters) + kept,
                 again=0.0,
             )
-        again = (state.host + state.away * (not masters)) / layers
-        read = 2 * layout.microbatches + (not masters)
-        return Travels(
-            loaded=state.host + state.away * read + kept + again,
-            stored=state.host + state.away + kept,
-            again=again,
+        return _travels(state.host, away, layers, layout.microbatches, masters, kept)
+
+    def to_disk(self, layout: Layout) -> Travels:
+        """What one device reads from a disk and writes to it in a step."""
+        state, masters = self.state(layout), self.program.policy.has_master
+        return _travels(
+            state.disk, state.disk_parameters, self.model.num_layers, layout.microbatches, masters
         )
 
     def stages(self, layout: Layout, microbatches: int) -> tuple[Schedule, Spread]:
@@ -297,6 +299,7 @@ class Workload:
         optimizer = dataclasses.replace(self.program.optimizer, placement=placement)
         opt_state = jax.eval_shape(optimizer.init, masters)
         device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
+        disk = {path: device.pop(path) for path in placement.state_on_disk(opt_state)}
         averages = jax.eval_shape(lambda master: self.program.kept.init(master, {}), masters)
         beside = tree_bytes(averages, placement.beside(averages))
         on_device, away = bytes_by_memory(every, placement.all.params)
@@ -306,6 +309,8 @@ class Workload:
             master=sum(size for path, size in device.items() if path.startswith(f"{MASTER}/")),
             host=sum(host.values()),
             away=sum(away.values()),
+            disk=sum(disk.values()),
+            disk_parameters=sum(away.values()) if placement.tiers.parameters == "disk" else 0,
             entries=entries,
             weights=weights,
         )
@@ -322,6 +327,8 @@ class Workload:
             master=round(share * one.master),
             host=round(share * one.host),
             away=round(used * one.away),
+            disk=round(share * one.disk),
+            disk_parameters=round(used * one.disk_parameters),
             entries=entries,
             weights=weights,
         )
@@ -362,6 +369,17 @@ class Workload:
             frozen_names=own.frozen_names,
             frozen_shapes=with_rows(own.frozen_shapes),
         )
+
+
+def _travels(
+    moments: float, params: float, layers: int, microbatches: int, masters: bool, kept: float = 0.0
+) -> Travels:
+    """Of a state that comes for its update, and of parameters that come for each use."""
+    again = (moments + params * (not masters)) / layers
+    read = 2 * microbatches + (not masters)
+    return Travels(
+        loaded=moments + params * read + kept + again, stored=moments + params + kept, again=again
+    )
 
 
 @cache

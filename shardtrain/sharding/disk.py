@@ -30,7 +30,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from shardtrain.sharding.disk_files import Block, DiskFiles, Group
+from shardtrain.errors import ConfigError
+from shardtrain.sharding.disk_files import Block, DiskFiles, Group, Speed, measure
 from shardtrain.sharding.mesh import mesh_axes
 
 PyTree = Any
@@ -74,6 +75,17 @@ class Rows:
         """A row as one device has it."""
         rows = next(iter(self.leaves.values())).shape[0] // self.stages
         return Group(self.name, rows, tuple(self._block(path) for path in self.paths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one device's files."""
+        return self.group.rows * self.group.nbytes
+
+    @property
+    def here(self) -> list[int]:
+        """The numbers of the devices of this process."""
+        mine = jax.process_index()
+        return [i for i, device in enumerate(self._devices) if device.process_index == mine]
 
     def _block(self, path: str) -> Block:
         leaf = self.leaves[path]
@@ -251,8 +263,41 @@ class Disk:
     @property
     def nbytes(self) -> int:
         """Bytes of one device's files."""
-        groups = [rows.group for rows in self.all]
-        return sum(group.rows * group.nbytes for group in groups)
+        return sum(rows.nbytes for rows in self.all)
+
+    def traffic(self, microbatches: int, *, masters: bool) -> tuple[int, int]:
+        """Bytes that one device reads and writes in a step.
+
+        Args:
+            microbatches: of a step, each of which reads every layer twice.
+            masters: whether the update reads those in the place of parameters.
+        """
+        params = self.parameters.nbytes if self.parameters else 0
+        reads = 2 * microbatches + (not masters)
+        return self.nbytes - params + params * reads, self.nbytes
+
+    def begin(self) -> Speed:
+        """Makes the files at their full size and measures the disk.
+
+        Raises:
+            ConfigError: the folder cannot be written, or the disk is too small.
+        """
+        files = self.all[0].files
+        count = sum(len(rows.here) for rows in self.all[:1])
+        try:
+            speed = measure(files.folder)
+            for rows in self.all:
+                for number in rows.here:
+                    files.allocate(rows.group, number)
+        except OSError as error:
+            raise ConfigError(
+                "what is to rest on the disk cannot",
+                where="offload.disk_path",
+                value=f"{files.parent}: {error.strerror or error}; {count} devices with "
+                f"{self.nbytes:,} bytes each",
+                cure="name a folder on a larger disk, or offload less",
+            ) from error
+        return speed
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,6 +392,8 @@ def _writes(files: DiskFiles, group: Group, row: Any, device: Any, *values: Any)
 
 
 def _lower(ctx: Any, *operands: Any, files: DiskFiles, group: Group, call: Any) -> Any:
+    if not _is_here(ctx):
+        return _lower_for_elsewhere(ctx, *operands)
     results, _, _ = mlir.emit_python_callback(
         ctx,
         partial(call, files, group),
@@ -359,6 +406,43 @@ def _lower(ctx: Any, *operands: Any, files: DiskFiles, group: Group, call: Any) 
         returns_token=False,
         sharding=_on_each_device(ctx),
     )
+    return results
+
+
+def require_disk(devices: Sequence[jax.Device]) -> None:
+    """Refuses devices whose programs cannot read and write files.
+
+    Raises:
+        ConfigError: they are neither GPUs nor CPUs.
+    """
+    kinds = sorted({device.platform for device in devices} - {"cpu", "gpu", "cuda", "rocm"})
+    if kinds:
+        raise ConfigError(
+            "programs of these devices cannot read and write files as they run",
+            where="offload",
+            value=", ".join(kinds),
+            allowed='"disk" with GPUs and CPUs',
+            cure='use "host"',
+        )
+
+
+def _is_here(ctx: Any) -> bool:
+    """Whether what is lowered can run in this process."""
+    try:
+        ctx.module_context.get_backend()
+    except ValueError:
+        return False
+    return True
+
+
+def _lower_for_elsewhere(ctx: Any, *operands: Any) -> Any:
+    """The same call in a program that is compiled for GPUs that are not here: to be read."""
+    from jax._src.interpreters.mlir import set_sharding
+
+    lower = jax.ffi.ffi_lowering("xla_ffi_python_gpu_callback", has_side_effect=True)
+    results = lower(ctx, *operands, index=np.uint64(0))
+    first: Any = results[0]
+    set_sharding(ctx.module_context, first.owner, _on_each_device(ctx))
     return results
 
 

@@ -155,6 +155,14 @@ class DiskFiles:
         """Whether reads and writes pass the page cache by; some file systems cannot."""
         return can_be_direct(self.folder)
 
+    def allocate(self, group: Group, device: int) -> None:
+        """Makes the file of a group at its full size.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._of(group, device)
+
     def write(self, group: Group, device: int, row: int, arrays: Sequence[Array]) -> int:
         """Copies a row and begins to write it.
 
@@ -249,7 +257,7 @@ class DiskFiles:
                 flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.is_direct else 0)
                 name = f"{group.name.replace('/', '.')}.{device}.rows"
                 file = os.open(self.folder / name, flags, 0o600)
-                os.posix_fallocate(file, 0, group.nbytes * group.rows)
+                _reserve(file, group.nbytes * group.rows)
                 buffers = [mmap.mmap(-1, group.nbytes) for _ in range(BUFFERS)]
                 self._rows[key] = _Rows(group, file, buffers, [0] * group.rows)
             return self._rows[key]
@@ -343,6 +351,14 @@ def _parts(buffer: mmap.mmap) -> Iterator[tuple[memoryview, int]]:
 # -- the folder and the disk
 
 
+def _reserve(file: int, size: int) -> None:
+    """Makes a file that large; where the system can, so that writes to it cannot fail."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
 def own_folder(parent: Path) -> Path:
     """Makes a folder for this process's files, and deletes those that nobody uses any more.
 
@@ -426,7 +442,7 @@ def measure(folder: Path, size: int = 64 << 20, piece: int = 4 << 20) -> Speed:
     file = os.open(path, flags, 0o600)
     starts, seconds = range(0, size, piece), []
     try:
-        os.posix_fallocate(file, 0, size)
+        _reserve(file, size)
         with ThreadPoolExecutor(THREADS) as pool:
             begun = time.perf_counter()
             list(pool.map(lambda start: os.pwrite(file, buffer, start), starts))

@@ -46,6 +46,8 @@ class Report:
     """Moments, master weights, counts: everything of the optimizer, but what is on the host."""
     host: int
     """What of the optimizer is in the host's memory, for each device."""
+    disk: int
+    """What of the state is on a disk, for each device."""
     beside: int
     """Statistics and averages, which are kept beside the parameters."""
 
@@ -63,6 +65,7 @@ def report(
     gradient_dtype: Any,
     model_state: PyTree = (),
     frozen: PyTree = (),
+    disk: int = 0,
 ) -> Report:
     """Counts what one device holds.
 
@@ -73,10 +76,11 @@ def report(
         gradient_dtype: dtype in which the whole step's gradient exists.
         model_state: shapes and dtypes of what is kept beside.
         frozen: shapes and dtypes of parameters that are not trained.
+        disk: bytes on a disk; what is there has no shape in `params` and `opt_state`.
     """
     device, host = bytes_by_memory(opt_state, placement.optimizer_state(opt_state))
     by_owner: dict[str, int] = {}
-    shapes = dict(leaves_by_path(params))
+    shapes, whole = dict(leaves_by_path(params)), dict(leaves_by_path(placement.shapes))
     for path, size in device.items():
         owner = owner_of(path, shapes)
         by_owner[owner] = by_owner.get(owner, 0) + size
@@ -89,12 +93,12 @@ def report(
         Row(
             path=path,
             names=names[path],
-            shape=leaf.shape,
+            shape=whole[path].shape,
             spec=tuple(at_rest[path].spec),
             stored_spec=tuple(stored[path].spec),
             note=notes[path].note,
             parameters=bytes_per_device(leaf.shape, leaf.dtype, at_rest[path]),
-            gradients=bytes_per_device(leaf.shape, gradient_dtype, gradients[path]),
+            gradients=bytes_per_device(whole[path].shape, gradient_dtype, gradients[path]),
             optimizer=by_owner.get(path, 0),
         )
         for path, leaf in shapes.items()
@@ -106,6 +110,7 @@ def report(
         gradients=sum(row.gradients for row in rows),
         optimizer=sum(device.values()),
         host=sum(host.values()),
+        disk=disk,
         beside=tree_bytes(model_state, placement.beside(model_state)),
     )
 
