@@ -73,7 +73,7 @@ class Leaves:
             for name, leaf in self.by_name.items()
             if isinstance(leaf, Apart) and _num_bytes(leaf) > SMALL
         }
-        rest = {
+        rest: dict[str, Leaf] = {
             name: leaf.load() if isinstance(leaf, Apart) else leaf
             for name, leaf in self.by_name.items()
             if name not in turns
@@ -270,9 +270,7 @@ def read(
     large = {name for name, leaf in stored.items() if isinstance(leaf, Apart)}
     large = {name for name in large if _num_bytes(stored[name]) > SMALL}
     together = {
-        name: leaf
-        for name, leaf in stored.items()
-        if name not in by_itself and name not in large
+        name: leaf for name, leaf in stored.items() if name not in by_itself and name not in large
     }
     found = _read(path / STATE, together, wanted.paths)
     digests = {name: _digest(leaf) for name, leaf in found.items()}

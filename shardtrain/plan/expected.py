@@ -21,6 +21,7 @@ from shardtrain.models.flops import training_flops_per_token
 from shardtrain.ops.blockwise import block_size
 from shardtrain.plan.host_copies import Travels
 from shardtrain.plan.recompute import Passes, Products, expected_products, kept_entries
+from shardtrain.sharding.disk import Disk
 from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_axes, mesh_platform
 from shardtrain.sharding.placement import path_name, split_size
 from shardtrain.sharding.tiers import HOST
@@ -79,6 +80,7 @@ class Expected:
     on_host: frozenset[str]
     """Those that rest in the memory of the host."""
     travels: Travels
+    disk: Travels
     """Between the device and its host."""
     parameter_width: int
     """Bytes of an entry of a parameter where it is used."""
@@ -215,6 +217,7 @@ def expect(
         state=_state(program),
         on_host=_on_host(program),
         travels=_travels(program, reads=2 * runs, kept=kept_there),
+        disk=_disk(program.disk, reads=2 * runs, masters=policy.has_master),
         parameter_width=np.dtype(gathered).itemsize,
         gradient_width=np.dtype(gradient).itemsize,
         products=products[0],
@@ -232,6 +235,24 @@ def _on_host(program: Program) -> frozenset[str]:
         STATE + jax.tree_util.keystr(path)
         for path, sharding in jax.tree.leaves_with_path(program.shardings)
         if sharding.memory_kind == HOST
+    )
+
+
+def _disk(disk: Disk, *, reads: float, masters: bool) -> Travels:
+    """What one device reads from a disk and writes there in a step; see `_travels`."""
+    state, params, ends = (
+        sum(rows.group.rows * sum(block.nbytes for block in rows.group.blocks) for rows in some)
+        for some in (
+            [disk.state] if disk.state else [],
+            [disk.parameters] if disk.parameters else [],
+            disk.ends.values(),
+        )
+    )
+    rows = disk.all[0].group.rows if disk.all else 1
+    return Travels(
+        loaded=state + ends + params * (reads + (not masters)),
+        stored=state + ends + params,
+        again=(state + params) / rows,
     )
 
 

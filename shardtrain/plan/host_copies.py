@@ -1,6 +1,7 @@
-"""Copies between a device's memory and its host's, as a compiled program has them.
+"""What a compiled program copies between a device and its host, and reads from a disk or writes.
 
-Owns: finding them by the memory space that XLA prints with a layout. Does not own: their times.
+Owns: finding them, by the memory space that XLA prints with a layout and by the calls of
+`sharding.disk`. Does not own: their times.
 """
 
 import re
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardtrain.plan.hlo import Instruction, Module, Visit
+from shardtrain.sharding.disk import READ, WRITE
 
 HOST = "S(5)"
 """The memory space of the host, in a layout."""
@@ -32,7 +34,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Travels:
-    """Bytes between one device and its host in a step, as they should be."""
+    """Bytes between one device and its host, or a disk, in a step, as they should be."""
 
     loaded: float
     stored: float
@@ -48,6 +50,21 @@ def host_copies(module: Module) -> tuple[HostCopy, ...]:
         for instruction in visit.computation.instructions
         for copy in _copy(module, visit, instruction)
     )
+
+
+def disk_bytes(module: Module) -> tuple[int, int]:
+    """Bytes that one device reads from a disk and writes there."""
+    read = written = 0
+    for visit in module.visits():
+        for call in visit.computation.instructions:
+            if call.opcode != "custom-call":
+                continue
+            if f"/{READ}" in call.op_name:
+                read += visit.times * sum(array.nbytes for array in call.arrays)
+            elif f"/{WRITE}" in call.op_name:
+                given = [visit.computation.by_name.get(name) for name in call.operands]
+                written += visit.times * sum(a.nbytes for x in given if x for a in x.arrays)
+    return read, written
 
 
 def _copy(module: Module, visit: Visit, instruction: Instruction) -> Iterator[HostCopy]:

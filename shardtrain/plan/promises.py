@@ -13,7 +13,7 @@ from shardtrain.plan.evidence import Evidence, Fault, Outcome, broken, kept, unc
 from shardtrain.plan.expected import STATE
 from shardtrain.plan.hlo import Instruction
 from shardtrain.plan.host_copies import HOST
-from shardtrain.plan.promises_offload import host_copies_are_planned
+from shardtrain.plan.promises_offload import disk_is_used_as_planned, host_copies_are_planned
 from shardtrain.plan.promises_traffic import (
     gradients_reduced_once,
     gradients_scattered,
@@ -155,6 +155,7 @@ PROMISES: Final[Mapping[str, Check]] = {
     "state rests as placed": state_rests_as_placed,
     "state is donated": state_is_donated,
     "copies to the host are as planned": host_copies_are_planned,
+    "a disk is used as planned": disk_is_used_as_planned,
     "gradients are reduced once": gradients_reduced_once,
     "gradients are reduce-scattered": gradients_scattered,
     "parameters are gathered once": parameters_gathered_once,

@@ -1,10 +1,10 @@
-"""What offload promises: what rests on the host is there, and travels no oftener than it must.
+"""What offload promises: what rests away from the device travels no oftener than it must.
 
-Owns: that one check. Does not own: how copies are found (`host_copies`).
+Owns: these checks. Does not own: how copies are found (`host_copies`).
 """
 
 from shardtrain.plan.evidence import Evidence, Fault, Outcome, broken, kept, unchecked
-from shardtrain.plan.host_copies import HOST, host_copies
+from shardtrain.plan.host_copies import HOST, disk_bytes, host_copies
 
 SLACK = 1.02
 """Of bytes: counts and the like."""
@@ -52,4 +52,23 @@ def host_copies_are_planned(evidence: Evidence) -> Outcome:
             for c in copies
             if not c.is_async
         ]
+    return broken(words, faults) if faults else kept(words)
+
+
+def disk_is_used_as_planned(evidence: Evidence) -> Outcome:
+    """What rests on a disk is read and written as often as planned."""
+    wanted = evidence.expected.disk
+    if not wanted.stored:
+        return unchecked("nothing is on a disk")
+    read, written = disk_bytes(evidence.module)
+    words = f"{read:,} bytes are read from a disk and {written:,} are written there in a step"
+    found = (
+        ("read", read, wanted.loaded, wanted.loaded + wanted.again),
+        ("written", written, wanted.stored, wanted.stored),
+    )
+    faults = [
+        Fault("", f"all that is {way}", "bytes", least, moved)
+        for way, moved, least, most in found
+        if not least / SLACK <= moved <= SLACK * most
+    ]
     return broken(words, faults) if faults else kept(words)

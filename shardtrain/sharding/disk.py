@@ -12,6 +12,7 @@ in the threads that would do it; on CPU devices all of them can wait at once. So
 operations of their own, whose callback gets NumPy arrays.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -319,8 +320,11 @@ class OnDisk:
 
     @property
     def versions(self) -> list[Token]:
-        """Those before."""
-        return [self.leaves[rows.paths[0]] for rows in self._all]
+        """Those before, which are equal for all tensors of some rows."""
+        return [
+            functools.reduce(jnp.maximum, [self.leaves[path] for path in rows.paths])
+            for rows in self._all
+        ]
 
     def read(self, row: Any) -> tuple[Flat, list[Token]]:
         """A row that was not written yet, by path; and tokens for writes that come later."""
@@ -351,9 +355,12 @@ class OnDisk:
 # -- the operations
 
 
-_read_row = Primitive("disk_read")
+READ: Final = "disk_read"
+WRITE: Final = "disk_write"
+"""Names of the operations, also in a compiled program."""
+_read_row = Primitive(READ)
 _read_row.multiple_results = True
-_write_row = Primitive("disk_write")
+_write_row = Primitive(WRITE)
 
 
 def read_row(

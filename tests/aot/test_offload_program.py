@@ -80,22 +80,30 @@ def test_activations_on_the_host_leave_the_device(kept: str) -> None:
 
 
 def test_a_7b_model_is_trained_on_a_workstation() -> None:
-    """All of its layers rest on the host: the card of 24 GB holds gradients and what is in work."""
+    """None of its layers rests on the card of 24 GB: it holds gradients and what is in work."""
     made = load_config("finetune_7b_workstation")
     plan = make_plan(made, "rtx4090:1x1", search=False)
     program = compiled_program(plan, made)
     held = program.compiled.memory
     assert held["peak"] < 24e9 * 0.92
     assert plan.own.memory.total == pytest.approx(held["peak"], rel=0.1)
-    assert held["host_arguments"] == round(plan.own.memory.host) > 90e9
+    # What reads and writes the disk has a few of its layers in the host's memory.
+    assert 35e9 < held["host_arguments"] < plan.own.memory.host < 45e9
+    assert plan.own.memory.disk == pytest.approx(27e9, rel=0.01)
     assert plan.fits
+    assert {"copies to the host are as planned", "a disk is used as planned"} <= {
+        p.name for p in program.audit.promises if p.outcome.state == "kept"
+    }
     assert not program.audit.broken, [p.outcome.words for p in program.audit.broken]
 
 
 @pytest.mark.campaign
 def test_an_update_on_the_host_moves_gradients_only() -> None:
     """Masters and moments stay there; gradients go down once, parameters come from there anyway."""
-    made = load_config("finetune_7b_workstation", {"offload.update": "host"})
+    made = load_config(
+        "finetune_7b_workstation",
+        {"offload.update": "host", "offload.optimizer": "host", "train.precision": "bfloat16"},
+    )
     plan = make_plan(made, "rtx4090:1x1", search=False)
     program = compiled_program(plan, made)
     (outcome,) = (p.outcome for p in program.audit.promises if p.name == TRAVELS)
