@@ -90,8 +90,10 @@ def test_private_parts_of_jax_are_not_used() -> None:
         for name, line in imports(path)
         if name.startswith("jax._src")
     ]
-    # The store of a run's processes has no public face in jax, nor has compiling elsewhere.
-    assert [place.split(":")[0] for place in used] == ["plan/elsewhere.py", "sharding/processes.py"]
+    # The store of a run's processes has no public face in jax, nor have compiling elsewhere and a
+    # callback that each device makes by itself.
+    places = {place.split(":")[0] for place in used}
+    assert places == {"plan/elsewhere.py", "sharding/disk.py", "sharding/processes.py"}
 
 
 def test_only_three_layers_use_shard_map() -> None:

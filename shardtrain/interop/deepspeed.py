@@ -201,22 +201,26 @@ def _zero(part: _Reader, devices: int) -> None:
 
 def _offload(zero: _Reader) -> None:
     part = zero.table("offload_optimizer")
-    device = part.take("device", str, "none")
-    if device == "cpu":
-        part.mapped.put("offload.optimizer", "host")
-        part.mapped.put("offload.master", "host")
+    if _tier(part, "offload.optimizer", "offload.master"):
         ratio = part.take("ratio", (int, float), 1.0)
         part.mapped.put("offload.fraction", float(ratio))
-    elif device != "none":
-        part.mapped.leave(f"{part.path}device", f"there is no offload to {device} in this version")
     part.finish()
     part = zero.table("offload_param")
-    device = part.take("device", str, "none")
-    if device == "cpu":
-        part.mapped.put("offload.parameters", "host")
-    elif device != "none":
-        part.mapped.leave(f"{part.path}device", f"there is no offload to {device} in this version")
+    _tier(part, "offload.parameters")
     part.finish()
+
+
+def _tier(part: _Reader, *keys: str) -> bool:
+    """Maps `device` and `nvme_path`; whether there is an offload."""
+    device = part.take("device", str, "none")
+    tier = {"cpu": "host", "nvme": "disk"}.get(device, "")
+    for key in keys if tier else ():
+        part.mapped.put(key, tier)
+    if tier == "disk" and (path := part.take("nvme_path", str, "")):
+        part.mapped.put("offload.disk_path", path)
+    if not tier and device != "none":
+        part.mapped.leave(f"{part.path}device", f"there is no offload to {device}")
+    return bool(tier)
 
 
 def _optimizer(top: _Reader) -> None:

@@ -31,7 +31,7 @@ from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path, path_name
 from shardtrain.sharding.rules import Active, Table, stored_table
-from shardtrain.sharding.tiers import Tiers
+from shardtrain.sharding.tiers import HOST, MASTER, Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
 from shardtrain.strategies.model_state import ModelState
 from shardtrain.strategies.order import (
@@ -46,6 +46,7 @@ from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
+from shardtrain.train.begin import with_weights
 from shardtrain.train.kept import EMA, Kept, for_evaluation, together
 from shardtrain.train.saved import Saved
 from shardtrain.train.state import TrainState, state_shardings
@@ -368,6 +369,8 @@ class Program:
             evaluates: whether nothing is trained, so that the state has no `opt_state`.
         """
         shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
+        if self._begins_on_host:
+            return self._from_host(weights, evaluates=evaluates)
 
         def first(weights: PyTree) -> TrainState:
             trained, _, variables = self._drawn()
@@ -377,16 +380,45 @@ class Program:
         made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
         return made
 
+    @property
+    def _begins_on_host(self) -> bool:
+        """Whether weights from elsewhere need not fit on the device."""
+        tiers = self.layout.tiers
+        is_plain = self.placement.frozen_names == () and not self.kept.parts
+        off = {tiers.master, tiers.parameters} != {"device"}
+        return off and is_plain and self.order.is_model_order
+
+    def _from_host(self, weights: PyTree, *, evaluates: bool) -> TrainState:
+        """The initial state of weights in the host's memory."""
+
+        def others() -> TrainState:
+            _, _, variables = self._drawn()
+            # No optimizer of ours begins with what depends on its parameters but the masters.
+            zeros = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, self.policy.master), self.placement.shapes
+            )
+            return without(self._first_state(zeros, (), variables))
+
+        def without(state: TrainState) -> TrainState:
+            moments = {name: part for name, part in state.opt_state.items() if name != MASTER}
+            return state.replace(params=(), opt_state=() if evaluates else moments)
+
+        made = jax.jit(others, out_shardings=without(self.shardings))()
+        return with_weights(made, weights, self.placement, self.policy, self.disk)
+
     @cached_property
     def abstract_weights(self) -> PyTree:
         """Shapes and shardings of the model's own parameters: in model order, in the master dtype.
 
-        They rest like the optimizer's state, which is split at ZeRO 1 already.
+        They rest like the optimizer's state, which is split at ZeRO 1 already; in the memory of the
+        host where they come to rest away from the device.
         """
         saved, rests, weights = self.abstract_saved, self.placement, self.training.weights
 
         def where(saved: Any, there: NamedSharding) -> Any:
             there = model_order_sharding(there, saved.shape)
+            if self._begins_on_host:
+                there = there.with_memory_kind(HOST)
             return jax.ShapeDtypeStruct(saved.shape, self.policy.master, sharding=there)
 
         return jax.tree.map(

@@ -158,10 +158,34 @@ def test_every_key_is_mapped_or_listed() -> None:
         ),
         ({"fp16": {"enabled": False, "loss_scale": 0}}, 0, {}, ["fp16.loss_scale"]),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
             0,
             {"sharding": {"zero": 2}},
             ["zero_optimization.offload_optimizer.device"],
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {
+                        "device": "nvme",
+                        "nvme_path": "/nvme",
+                        "buffer_count": 4,
+                    },
+                    "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+                }
+            },
+            0,
+            {
+                "offload": {
+                    "optimizer": "disk",
+                    "master": "disk",
+                    "parameters": "disk",
+                    "fraction": 1.0,
+                    "disk_path": "/nvme",
+                }
+            },
+            ["zero_optimization.offload_optimizer.buffer_count"],
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}},

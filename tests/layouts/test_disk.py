@@ -16,6 +16,7 @@ from shardtrain.run import Run, build
 from shardtrain.run_state import restore_state
 from shardtrain.sharding.disk import Apart
 from shardtrain.sharding.placement import leaves_by_path
+from shardtrain.sharding.tiers import HOST
 
 ON_DISK = {"offload.optimizer": "disk", "offload.master": "disk"}
 WITH_PARAMETERS = {"offload.parameters": "disk", "model.layer_loop": "scan"}
@@ -167,3 +168,26 @@ def test_o22_a_disk_changes_nothing(
         assert gone == sum(size for size in sizes.values() if size > 1)
     on_disk = {path for path in there if path.startswith("layers/")}
     assert bool(on_disk) == ("offload.parameters" in keys)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_weights_from_elsewhere_are_never_on_the_device_together(tmp_path: Path, zero: int) -> None:
+    """A run that begins with given weights has the state of one without offload, bit for bit."""
+    keys = {"train.precision": "bfloat16", "sharding.zero": zero, "model.layer_loop": "scan"}
+    away = {"offload.parameters": "disk", "offload.master": "disk", "offload.optimizer": "host"}
+    plain, run = make_run(tmp_path, **keys), make_run(tmp_path, **keys, **away)
+    weights = jax.tree.map(
+        lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32),
+        plain.program.abstract_weights,
+    )
+    states = []
+    for one in (plain, run):
+        there = one.program.abstract_weights
+        assert {leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(there)} == {
+            one is run
+        }
+        given = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), weights, there)
+        states.append(whole(one, one.program.init_from(given)))
+    assert_equal(states[1], states[0])
+    evaluated = run.program.init_from(given, evaluates=True)
+    assert evaluated.opt_state == ()
