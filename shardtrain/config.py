@@ -367,13 +367,15 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
                 where=f"train.loss_scale={train.loss_scale:g}",
             )
         )
-    if config.optimizer.ema_decay and config.offload.master == "host":
-        faults.append(
-            ConfigError(
-                'offload.master="host" is not there to be averaged; use "device", or 0 here',
-                where=f"optimizer.ema_decay={config.optimizer.ema_decay}",
+    for key in ("master", "parameters"):
+        tier = getattr(config.offload, key)
+        if config.optimizer.ema_decay and tier != "device":
+            faults.append(
+                ConfigError(
+                    f'offload.{key}="{tier}" is not there to be averaged; use "device", or 0 here',
+                    where=f"optimizer.ema_decay={config.optimizer.ema_decay}",
+                )
             )
-        )
     if (train.remat == BUDGET) != bool(train.memory_budget):
         faults.append(
             ConfigError(

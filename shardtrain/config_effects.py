@@ -146,10 +146,13 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
     if not words.has_master:
         yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
     if offload.parameters != "device" and sizes["pipeline"] == 1:
-        yield "model.layer_loop", "layers that come from the host come in a loop"
-    if "host" not in (offload.optimizer, offload.master, offload.parameters):
+        yield "model.layer_loop", f"layers that come from the {offload.parameters} come in a loop"
+    tiers = {offload.optimizer, offload.master, offload.parameters}
+    if tiers == {"device"}:
         yield "offload.fraction", "nothing is offloaded"
         yield "offload.update", "nothing is offloaded"
+    if "disk" not in tiers:
+        yield "offload.disk_path", "nothing rests on a disk"
     if config.sharding.sequence_parallel and sizes["tensor"] == 1:
         yield "sharding.sequence_parallel", "mesh.tensor=1 leaves nothing to split over"
 

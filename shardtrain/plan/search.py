@@ -323,6 +323,7 @@ _WORDS = {
     "data": "collectives between data shards",
     "update": "reads and writes of the optimizer",
     "host": "copies between the host and the device",
+    "disk": "reads and writes of the disk",
 }
 
 

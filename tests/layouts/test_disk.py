@@ -170,6 +170,37 @@ def test_o22_a_disk_changes_nothing(
     assert bool(on_disk) == ("offload.parameters" in keys)
 
 
+WHAT: dict[str, dict[str, Any]] = {
+    "optimizer": {},
+    "master": {"train.precision": "bfloat16"},
+    "parameters": {"model.layer_loop": "scan"},
+}
+WITH: dict[str, dict[str, Any]] = {
+    "clip": {"optimizer.clip_norm": 0.1},
+    "4 microbatches": {"train.microbatches": 4},
+    **{f"zero {zero}": {"sharding.zero": zero} for zero in range(4)},
+    "pipeline 2": {"mesh.pipeline": 2, "train.microbatches": 2},
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("setting", WITH)
+@pytest.mark.parametrize("part", WHAT)
+def test_every_part_in_every_tier_with_everything(
+    tmp_path: Path, part: str, setting: str, tier: str
+) -> None:
+    """Ten steps, killed and resumed after six: the state is that of a run on the device alone."""
+    keys = WHAT[part] | WITH[setting]
+    plain, run = make_run(tmp_path, **keys), make_run(tmp_path, **keys, **{f"offload.{part}": tier})
+    steps = stepper(run)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(6, run.program.saved.save(steps(run.init(), 0, 6)), {})
+        checkpoints.wait()
+        state = steps(restore_state(checkpoints, 6, run.program), 6, 10)
+    assert_equal(whole(run, state), whole(plain, stepper(plain)(plain.init(), 0, 10)))
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_weights_from_elsewhere_are_never_on_the_device_together(tmp_path: Path, zero: int) -> None:
     """A run that begins with given weights has the state of one without offload, bit for bit."""
