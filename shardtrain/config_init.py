@@ -12,8 +12,8 @@ from typing import Any
 
 from shardtrain.checkpoint import folder
 from shardtrain.errors import ConfigError
-from shardtrain.interop.hf_config import CONFIG_FILE, read_folder
-from shardtrain.models.config import TransformerConfig
+from shardtrain.interop.hf_config import CONFIG_FILE, TOKENIZER_FILE, read_folder
+from shardtrain.models.config import BertConfig, TransformerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
@@ -76,7 +76,8 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, Mapping) for part in (run, model, data)):
         return sections
     name = run.get("init")
-    if not name or not isinstance(name, str) or set(TransformerConfig.model_fields) <= set(model):
+    kind = BertConfig if model.get("type") == "bert" else TransformerConfig
+    if not name or not isinstance(name, str) or set(kind.model_fields) <= set(model):
         return sections  # a run that goes on has its whole model written down
     origin = find_origin(name)
     theirs, tokenizer = _theirs(origin)
@@ -110,4 +111,6 @@ def _theirs(origin: Origin) -> tuple[dict[str, Any], str]:
         model["max_length"] = data["sequence_length"]
     tokenizer = str(data.get("tokenizer", ""))
     beside = origin.folder / Path(tokenizer).name
-    return model, str(beside) if tokenizer.endswith(".json") and beside.is_file() else tokenizer
+    if tokenizer.startswith("wordpiece:"):  # learned from that run's text, and kept there
+        beside = origin.folder / TOKENIZER_FILE
+    return model, str(beside) if tokenizer != "bytes" and beside.is_file() else tokenizer

@@ -181,6 +181,7 @@ class Attempt:
         self.checkpoints.preflight(tree_bytes(self.run.program.abstract_saved))
         if resume is None and self.run.config.run.init:
             copy_beside(self.run.config.run.init, self.directory.path)
+        self.run.work.leave(self.directory.path)
         self.directory.write_resolved(to_toml(self.run.config))
 
     # -- from the first update to the last
