@@ -115,6 +115,10 @@ class BertRunConfig(RunConfig):
     data: MaskedTextConfig
 
 
+TextRunConfig = LanguageRunConfig | BertRunConfig
+"""Runs with a tokenizer, whose weights others publish."""
+
+
 RUNS: Final[dict[str, type[RunConfig]]] = {
     "transformer": LanguageRunConfig,
     "resnet": ImageRunConfig,
@@ -355,7 +359,7 @@ def only_language(config: RunConfig, what: str) -> LanguageRunConfig:
     )
 
 
-def with_text(config: RunConfig, what: str) -> LanguageRunConfig | BertRunConfig:
+def with_text(config: RunConfig, what: str) -> TextRunConfig:
     """Return a config for what is there for models of text alone.
 
     Args:
@@ -365,7 +369,7 @@ def with_text(config: RunConfig, what: str) -> LanguageRunConfig | BertRunConfig
     Raises:
         ConfigError: It is the config of another kind of run.
     """
-    if isinstance(config, LanguageRunConfig | BertRunConfig):
+    if isinstance(config, TextRunConfig):
         return config
     raise ConfigError(
         f"{what} is there for models of text alone",

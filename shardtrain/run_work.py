@@ -1,7 +1,8 @@
 """What a run is about: the one place where each kind of model, task and data becomes functions.
 
-Owns: the interface, and its table. Does not own: any kind (`run_language`, `run_images`, `run_bert`). All else
-in a run (layout, optimizer, state, loop, checkpoints) is the same for every kind.
+Owns: the interface, and its table. Does not own: any kind (`run_language`, `run_images`,
+`run_bert`). All else in a run (layout, optimizer, state, loop, checkpoints) is the same for every
+kind.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ and the special tokens. Does not own: reading a `tokenizer.json` (`tokenizer`), 
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,11 @@ class Pieces:
         """
         known = tokenizer.vocabulary() if isinstance(tokenizer, HuggingFaceTokenizer) else {}
         found = {
-            what: next((known[name] for name in names if name in known), None)
+            what: next(known[name] for name in names if name in known)
             for what, names in _NAMES.items()
+            if set(names) & set(known)
         }
-        if missing := [names[0] for what, names in _NAMES.items() if found[what] is None]:
+        if missing := [names[0] for what, names in _NAMES.items() if what not in found]:
             raise DataError(
                 f"masked text needs special tokens, and this tokenizer has no {missing[0]}",
                 where=_KEY,
@@ -75,7 +76,6 @@ class Pieces:
                 cure=f'use the {TOKENIZER_FILE} of a BERT, or "{LEARNED}8192" to learn one from '
                 "the text",
             )
-        special = [found[what] for what in _NAMES]
         prefix = tokenizer.word_pieces() if isinstance(tokenizer, HuggingFaceTokenizer) else ""
         if whole_words and not prefix:
             raise DataError(
@@ -87,8 +87,8 @@ class Pieces:
         goes_on = np.zeros(tokenizer.vocab_size, np.bool_)
         if prefix:
             goes_on[[number for text, number in known.items() if text.startswith(prefix)]] = True
-        ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), np.array(special))
-        return cls(*special, ordinary=ordinary, goes_on=goes_on)
+        ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), np.array([*found.values()]))
+        return cls(**found, ordinary=ordinary, goes_on=goes_on)
 
 
 def is_learned(name: str) -> bool:
@@ -155,15 +155,15 @@ def make_tokenizer(
                         alive()
                         yield piece.decode(errors="replace")
 
-            write_atomic(path, learn(texts(), size))
+            write_atomic(path, learn(texts, size))
     return load_tokenizer(str(path))
 
 
-def learn(texts: Iterator[str], size: int) -> bytes:
-    """Learn lower-case WordPieces from text.
+def learn(texts: Callable[[], Iterable[str]], size: int) -> bytes:
+    """Learn lower-case WordPieces from text: of the same text the same ones, in the same order.
 
     Args:
-        texts: the text, piece by piece.
+        texts: gives the text piece by piece; it is read twice.
         size: tokens at most, special ones included.
 
     Returns:
@@ -183,11 +183,14 @@ def learn(texts: Iterator[str], size: int) -> bytes:
         ) from error
     drawn = tokenizers.Tokenizer(tokenizers.models.WordPiece({}, unk_token="[UNK]"))
     _set_up(tokenizers, drawn)
+    # Of two pieces that are as frequent the one of lower numbers comes first, and the package gives
+    # numbers to letters within words in the order of a hash table, unless they have theirs before.
+    letters = sorted(set().union(*map(drawn.normalizer.normalize_str, texts())))
+    inner = [f"##{letter}" for letter in letters if not letter.isspace()]
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=size, special_tokens=list(SPECIAL), show_progress=False
+        vocab_size=size, special_tokens=[*SPECIAL, *inner], show_progress=False
     )
-    drawn.train_from_iterator(texts, trainer)
-    # Which pieces it finds does not depend on the run, their numbers do: so they get new ones.
+    drawn.train_from_iterator(texts(), trainer)
     found = sorted(set(drawn.get_vocab()) - set(SPECIAL))
     number = {text: i for i, text in enumerate((*SPECIAL, *found))}
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(number, unk_token="[UNK]"))

@@ -1,8 +1,8 @@
 """BERT: an encoder that reads both ways, and the heads that it is pre-trained with.
 
-Owns what differs from `transformer`: norms after each half of a block, a table of segments, the head
-for hidden tokens and the one for the next sentence (Devlin et al. 2018, arXiv 1810.04805). Attention
-and MLP are those of `transformer`. It knows axis names, not the mesh, and not the loss.
+Owns what differs from `transformer`: norms after each half of a block, a table of segments, the
+head for hidden tokens and the one for the next sentence (Devlin et al. 2018, arXiv 1810.04805).
+Attention and MLP are those of `transformer`. It knows axis names, not the mesh, and not the loss.
 """
 
 from collections.abc import Mapping
@@ -86,8 +86,9 @@ class NextSentence(nnx.Module):
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch classes"]:
         """Scores of "it does" and "it does not", in at least 32 bits."""
         pooled = jnp.tanh(dense(x[:, :1], self.pooler[...], bias=self.pooler_bias[...]))
-        scores: jax.Array = dense(pooled, self.kernel[...], wide=True)[:, 0]
-        return scores + self.bias[...].astype(scores.dtype)
+        wide = dense(pooled, self.kernel[...], wide=True)[:, 0]
+        scores: jax.Array = wide + self.bias[...].astype(wide.dtype)
+        return scores
 
 
 class Bert(nnx.Module):
@@ -163,8 +164,7 @@ class Bert(nnx.Module):
         x: Float[Array, "batch residual_length embed"],
         predicted: Int[Array, "batch places"],
     ) -> Float[Array, "batch places vocab"]:
-        """Scores of the token at some places, in at least 32 bits; columns past `vocab_size` are
-        padding.
+        """Scores of tokens in at least 32 bits; columns past `vocab_size` are padding.
 
         Args:
             x: what comes out of the last layer.

@@ -125,7 +125,7 @@ class TransformerConfig(BaseModel):
 
 
 class BertConfig(BaseModel):
-    """An encoder that reads both ways, with heads for hidden tokens and the next sentence (BERT)."""
+    """BERT: an encoder that reads both ways, with heads for hidden tokens and next sentences."""
 
     model_config = _SECTION
 

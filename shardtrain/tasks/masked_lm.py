@@ -16,10 +16,10 @@ from shardtrain.tasks.base import Batch
 class MaskedLanguageModel:
     """The sum of two cross-entropies in nats, each a mean of its own (arXiv 1810.04805).
 
-    A batch has `tokens`, `parts` and `segments` [batch, length]; `predicted` (places), `targets` and
-    `weights` [batch, places]; with next sentences also `next` (0: it follows, 1: it does not) and
-    `next_weights` [batch]. A sample may have any number of hidden tokens, and every one of them in
-    the global batch counts the same, as does every pair.
+    A batch has `tokens`, `parts` and `segments` [batch, length]; `predicted` (the places),
+    `targets` and `weights` [batch, places]; with next sentences also `next` (0: it follows, 1: it
+    does not) and `next_weights` [batch]. A sample may have any number of hidden tokens, and every
+    one of them in the global batch counts the same, as does every pair.
     """
 
     vocab_size: int
