@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from shardtrain.checkpoint.folder import complete_steps
 from shardtrain.config import BertRunConfig
 from shardtrain.data.loader import Rows
 from shardtrain.data.masked_sources import open_masked
@@ -35,6 +36,7 @@ from shardtrain.tasks.base import Task
 from shardtrain.tasks.masked_lm import MaskedLanguageModel
 from shardtrain.train.build import Create
 from shardtrain.train.kept import Part
+from shardtrain.train.rundir import checkpoints_in
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,12 @@ class BertWork:
         self, say: Callable[[str], None]
     ) -> tuple[MaskedText, MaskedText | None, DataInfo]:
         """Text as tokens, prepared into the cache the first time."""
-        config = self.config
+        config, section = self.config, self.config.data
+        if kept := kept_tokenizer(config):
+            # What the weights were trained with, also where other text is read now.
+            section = section.model_copy(update={"tokenizer": str(kept)})
         pairs, seed = config.model.next_sentence, config.run.seed
-        data, validation, info = open_masked(config.data, pairs=pairs, seed=seed, say=say)
+        data, validation, info = open_masked(section, pairs=pairs, seed=seed, say=say)
         if config.model.vocab_size:
             require_vocabulary(config.model.vocab_size, info)
         return data, validation, info
@@ -140,7 +145,7 @@ class BertWork:
 
     def leave(self, folder: Path) -> None:
         """A tokenizer that was learned from the text: the next phase, and an export, want it."""
-        if is_learned(self.config.data.tokenizer) and not (folder / TOKENIZER_FILE).exists():
+        if is_learned(self.config.data.tokenizer) and not kept_tokenizer(self.config):
             open_tokens(self.config.data.as_text).tokenizer().save(folder)
 
     def shrunk(
@@ -181,7 +186,19 @@ def tokenizer_of(config: BertRunConfig) -> Tokenizer:
     Raises:
         DataError: it cannot be found or read.
     """
-    data, beside = config.data, Path(config.run.dir) / TOKENIZER_FILE
-    if not is_learned(data.tokenizer):
-        return load_tokenizer(data.tokenizer)
-    return load_tokenizer(str(beside)) if beside.exists() else open_tokens(data.as_text).tokenizer()
+    kept = kept_tokenizer(config)
+    if is_learned(config.data.tokenizer) and kept is None:
+        return open_tokens(config.data.as_text).tokenizer()
+    return load_tokenizer(str(kept or config.data.tokenizer))
+
+
+def kept_tokenizer(config: BertRunConfig) -> Path | None:
+    """The tokenizer that a run has learned, once it has weights that were trained with it.
+
+    The file of a folder without weights is of no account: the text may have been another one.
+    """
+    run = Path(config.run.dir)
+    path = run / TOKENIZER_FILE
+    if not is_learned(config.data.tokenizer) or not complete_steps(checkpoints_in(run)):
+        return None
+    return path if path.exists() else None

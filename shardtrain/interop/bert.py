@@ -1,7 +1,7 @@
 """BERT (arXiv 1810.04805) as transformers' `bert` writes it: with both heads, or with one.
 
-Its matrices are [out, in]; queries, keys and values are apart. `BertForPreTraining` has a pooler and
-a head for the next sentence, `BertForMaskedLM` has not: that is `model.next_sentence`.
+Its matrices are [out, in]; queries, keys and values are apart. `BertForPreTraining` has a pooler
+and a head for the next sentence, `BertForMaskedLM` has not: that is `model.next_sentence`.
 """
 
 from typing import Any

@@ -6,12 +6,13 @@ import pytest
 
 from shardtrain.data.wordpiece import learn
 
-WORDS = "the cat sat on a mat while small dogs were sleeping under tables and chairs".split()
+TEXT = "the cat sat on a mat while small dogs were sleeping under tables and chairs"
 
 
 def document(number: int) -> str:
     """Some words, in an order of its own."""
-    return " ".join(WORDS[(number * k + k * k) % len(WORDS)] for k in range(20 + number % 60))
+    words = TEXT.split()
+    return " ".join(words[(number * k + k * k) % len(words)] for k in range(20 + number % 60))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Samples of masked text: what is hidden, what pairs are made of, and that batches are a function."""
+"""Samples of masked text: what is hidden, what pairs are, batches as a function of the cursor."""
 
 from collections import Counter
 from pathlib import Path
