@@ -30,6 +30,11 @@ EXACT = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    # `BertForPreTraining` of transformers, with both heads
+    "bert_base": 110_106_428,
+    "bert_base_512": 110_106_428,
+    "bert_large_lamb": 336_226_108,
+    "bert_large_lamb_512": 336_226_108,
     # torchvision's models of 1000 classes
     "resnet50_imagenet_8gpu": 25_557_032,
 }
