@@ -29,7 +29,12 @@ from shardtrain.data.prepare import (
 )
 from shardtrain.data.prepare_examples import too_long
 from shardtrain.data.token_arrays import array_path
-from shardtrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_beside
+from shardtrain.data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_beside,
+)
 from shardtrain.data.tokens import TokenFile, is_token_file
 from shardtrain.data.wordpiece import is_learned, make_tokenizer
 from shardtrain.errors import DataError
@@ -234,9 +239,16 @@ def _is_prepared(path: Path) -> bool:
 
 def _check_tokenizer(config: DataConfig, prepared: Prepared) -> None:
     """Refuse prepared tokens of another tokenizer than the one asked for (bytes is the default)."""
-    if config.tokenizer == "bytes" or is_learned(config.tokenizer):
+    if config.tokenizer == "bytes":
         return
     header = prepared.train.header
+    if is_learned(config.tokenizer):
+        raise DataError(
+            f"the tokens of {prepared.train.path} are made already, and so is their tokenizer",
+            where="data.tokenizer",
+            value=config.tokenizer,
+            cure=f"give {prepared.train.path.parent / TOKENIZER_FILE}",
+        )
     asked = load_tokenizer(config.tokenizer)
     if asked.digest != header.tokenizer_digest:
         raise DataError(

@@ -103,7 +103,7 @@ def _notes(keys: Keys) -> list[str]:
     if drop := keys.fraction("attention_probs_dropout_prob", default=0.1):
         name = "attention_probs_dropout_prob"
         notes.append(f"{name}={drop} has no counterpart: attention weights are never dropped")
-    if not _has_both(keys):
+    if keys.get("architectures", default=[_BOTH]) == [_ONE]:
         notes.append(
             f"architectures is {_ONE}: a pooler and a head for the next sentence are left out if "
             f"the files have them; write {_BOTH} there to keep them"

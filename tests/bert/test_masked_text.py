@@ -10,6 +10,7 @@ from shardtrain.data.config import MaskedTextConfig
 from shardtrain.data.masked_sources import open_masked
 from shardtrain.data.masked_text import FOLLOWS, OTHER, MaskedText
 from shardtrain.data.masking import generator, hide, num_predicted
+from shardtrain.data.prepare import prepare
 from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardtrain.data.wordpiece import SPECIAL, Pieces, learn
@@ -266,6 +267,18 @@ def test_an_evaluation_is_always_the_same_with_each_sample_once(section: MaskedT
         pairs += float(one["next_weights"].sum())
         assert ((one["weights"].sum(1) > 0) == (one["next_weights"] > 0)).all()
     assert pairs == validation.num_samples
+
+
+def test_prepared_tokens_have_their_tokenizer(section: MaskedTextConfig, tmp_path: Path) -> None:
+    """`prepare` learns one too; a config that would learn another is refused."""
+    folder = tmp_path / "prepared"
+    prepare([section.path], folder, tokenizer="wordpiece:70", validation_fraction=0.2)
+    kept = str(folder / "tokenizer.json")
+    data = opened(section, path=str(folder), tokenizer=kept)[0]
+    assert data.num_samples > BATCH
+    with pytest.raises(DataError, match="so is their tokenizer") as refused:
+        opened(section, path=str(folder), tokenizer="wordpiece:70")
+    assert kept in str(refused.value)
 
 
 def test_too_little_text_is_refused(section: MaskedTextConfig) -> None:
