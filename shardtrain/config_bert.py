@@ -8,14 +8,12 @@ from collections.abc import Iterator
 
 from shardtrain.config_language import stage_faults
 from shardtrain.config_precision import layer_precision_faults
-from shardtrain.data.config import MaskedTextConfig
+from shardtrain.data.config import LEARNED, MaskedTextConfig
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import BertConfig
 from shardtrain.plan.layout import Degrees, layout_faults, model_faults
 from shardtrain.sharding.config import ShardingConfig
 from shardtrain.strategies.config import BUDGET, PipelineConfig, TrainConfig
-
-_LEARNED = "wordpiece:"
 
 
 def bert_faults(
@@ -52,14 +50,14 @@ def bert_faults(
 
 def _tokenizer(data: MaskedTextConfig) -> Iterator[ConfigError]:
     name = data.tokenizer
-    if name.startswith(_LEARNED) and name.removeprefix(_LEARNED).isdecimal():
+    if name.startswith(LEARNED) and name.removeprefix(LEARNED).isdecimal():
         return
     if not name.endswith(".json"):
         yield ConfigError(
             "masked text needs a tokenizer with [MASK]",
             where="data.tokenizer",
             value=f'"{name}"',
-            allowed=f'the path of a tokenizer.json, or "{_LEARNED}8192" to learn one of so many '
+            allowed=f'the path of a tokenizer.json, or "{LEARNED}8192" to learn one of so many '
             "tokens from the text",
         )
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import folder
+from shardtrain.data.config import LEARNED
 from shardtrain.errors import ConfigError
 from shardtrain.interop.hf_config import CONFIG_FILE, TOKENIZER_FILE, read_folder
 from shardtrain.models.config import BertConfig, TransformerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
-_LEARNED = "wordpiece:"
 _FREE = ("dropout", "attention", "layer_loop")
 """Keys of the model that do not change what its weights mean."""
 
@@ -101,7 +101,7 @@ def _takes(given: Any, origin: Origin, tokenizer: str) -> bool:
     """Whether a run takes the tokenizer of the weights; one learned anew would not fit them."""
     if given is None or given == _learned(origin):
         return True
-    if not isinstance(given, str) or not given.startswith(_LEARNED):
+    if not isinstance(given, str) or not given.startswith(LEARNED):
         return False
     raise ConfigError(
         f"the weights of {_KEY} have a tokenizer, and one that is learned anew would not fit them",
@@ -116,7 +116,7 @@ def _learned(origin: Origin) -> str:
     if not origin.is_run:
         return ""
     name = str(_sections(origin)["data"].get("tokenizer", ""))
-    return name if name.startswith(_LEARNED) else ""
+    return name if name.startswith(LEARNED) else ""
 
 
 def _theirs(origin: Origin) -> tuple[dict[str, Any], str]:

@@ -3,7 +3,7 @@
 Owns: the keys, their types and their defaults. Does not own: reading, tokenizers, the cache.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -14,6 +14,10 @@ _SECTION = ConfigDict(
     allow_inf_nan=False,
     use_attribute_docstrings=True,
 )
+
+
+LEARNED: Final = "wordpiece:"
+"""Before a number of tokens in `data.tokenizer`: WordPieces that are learned from the text."""
 
 
 class DataConfig(BaseModel):

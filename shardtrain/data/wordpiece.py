@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardtrain.data.cache import Say, cache_folder, exclusive, make_folder, silent, write_atomic
+from shardtrain.data.config import LEARNED
 from shardtrain.data.documents import SourceFile, read_pieces
 from shardtrain.data.tokenizer import (
     TOKENIZER_FILE,
@@ -23,8 +24,6 @@ from shardtrain.data.tokenizer import (
 )
 from shardtrain.errors import DataError
 
-LEARNED = "wordpiece:"
-"""Before the number of tokens, in place of a file."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _NAMES = {
     "cls": ("[CLS]", "<s>"),
