@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from few_words import document
 
 from shardtrain.data.config import MaskedTextConfig
 from shardtrain.data.masked_sources import open_masked
@@ -109,8 +110,6 @@ def test_a_tokenizer_must_be_able_to_hide(tmp_path: Path) -> None:
 
 def test_a_learned_tokenizer_is_the_same_every_time(tokenizer_file: Path) -> None:
     """Two processes that learn from the same text must have the same numbers."""
-    from conftest import document
-
     again = learn(lambda: map(document, range(100)), 90)
     assert again == tokenizer_file.read_bytes()
     tokenizer = load_tokenizer(str(tokenizer_file))

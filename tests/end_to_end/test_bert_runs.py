@@ -27,6 +27,7 @@ num_layers = 2
 embed_dim = 16
 num_heads = 2
 max_length = 64
+vocab_multiple = 8
 
 [data]
 path = "my.jsonl"
@@ -90,6 +91,11 @@ def test_it_reports_each_term_and_evaluates_again(
     assert command(whole, "eval", "run", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"step": 8, **{n: pytest.approx(last[n], rel=1e-6) for n in REPORTED}}
+    # The same tokens are hidden on any mesh, and each counts once.
+    other = ("--mesh.data", "2", "--mesh.tensor", "2", "--mesh.replica", "2")
+    assert command(whole, "eval", "run", "--json", *other) == 0
+    elsewhere = json.loads(capsys.readouterr().out)
+    assert elsewhere == {"step": 8, **{n: pytest.approx(last[n], rel=1e-5) for n in REPORTED}}
     assert command(whole, "report", "run") == 0
     assert command(whole, "generate", "run") == 2
     assert "generation is there for language models alone" in capsys.readouterr().err
