@@ -136,6 +136,13 @@ def make_tokenizer(
             value=name,
             allowed=f"{LEARNED}N with N of at least {_FEWEST}",
         )
+    if numbers := next((f for f in files if f.kind == "array"), None):
+        raise DataError(
+            "a tokenizer is learned from text, and these are tokens already",
+            where=str(numbers.path),
+            value=name,
+            cure=f"give the {TOKENIZER_FILE} that they were made with",
+        )
     listed = [[str(f.path.resolve()), f.kind, f.size, f.mtime_ns] for f in files]
     content = json.dumps([_RULES, size, column, listed]).encode()
     key = hashlib.sha256(content).hexdigest()[:32]

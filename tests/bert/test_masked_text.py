@@ -280,6 +280,14 @@ def test_prepared_tokens_have_their_tokenizer(section: MaskedTextConfig, tmp_pat
     assert kept in str(refused.value)
 
 
+def test_nothing_is_learned_from_tokens(section: MaskedTextConfig, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16) % 80)
+    with pytest.raises(DataError, match="these are tokens already"):
+        opened(section, path=str(tmp_path / "tokens.npy"), tokenizer="wordpiece:70")
+    with pytest.raises(DataError, match="no number of tokens"):
+        opened(section, tokenizer="wordpiece:7")
+
+
 def test_too_little_text_is_refused(section: MaskedTextConfig) -> None:
     with pytest.raises(DataError, match="too little text"):
         opened(section, batch_size=10_000)
