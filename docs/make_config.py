@@ -29,7 +29,8 @@ refused, with the nearest known key. Every key is a flag too:
 flag, `--sharding.rules vocab tensor`, on the command line.
 
 `model.type` says what kind of run it is, and with it go the types of `[task]` and `[data]`: a
-"transformer" learns from "text", a "resnet" from "images" (docs/vision.md).
+"transformer" learns from "text", a "resnet" from "images" (docs/vision.md), a "bert" from
+"masked_text" (docs/bert.md).
 
 `shardtrain config my.toml` prints a config with every key resolved, and says which keys have no
 effect in that run. `shardtrain config my.toml --template` writes it with the texts of this page as
@@ -41,7 +42,7 @@ BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 def page() -> str:
     """The page: one table a section, one row a key."""
     counts = {name: keys(section_classes({"model": {"type": name}})) for name in MODELS}
-    told = " and ".join(f"{count} keys with a {name}" for name, count in counts.items())
+    told = ", ".join(f"{count} keys with a {name}" for name, count in counts.items())
     parts = [INTRODUCTION, f"There are {len(SECTIONS)} sections; a run has {told}.\n"]
     for name, section in SECTIONS.items():
         kinds = TYPES.get(name, {"": section})

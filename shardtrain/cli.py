@@ -94,7 +94,8 @@ class Prepare:
     out: str
     """Folder for train.tokens and validation.tokens."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json."""
+    """bytes, the path of a tokenizer.json, or wordpiece:N = N tokens at most, learned from the
+    text."""
     validation_fraction: float = 0.05
     """Part of the documents kept for validation."""
     seed: int = 0

@@ -18,7 +18,7 @@ from shardtrain.sharding.devices import prepare_devices
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Make a run folder of a Hugging Face model: GPT-2, Llama or BLOOM."""
+    """Make a run folder of a Hugging Face model: GPT-2, Llama, BLOOM or BERT."""
 
     hf_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
     """A folder with config.json, safetensors and, for text, tokenizer.json."""

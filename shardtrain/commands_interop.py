@@ -15,14 +15,16 @@ from jax.sharding import AbstractMesh
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import (
-    LanguageRunConfig,
+    BertRunConfig,
     RunConfig,
+    TextRunConfig,
     load_config,
-    only_language,
     resolve_mesh,
     to_toml,
+    with_text,
 )
 from shardtrain.data.sources import open_tokenizer
+from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors import CheckpointError, ConfigError
 from shardtrain.interop.family import Family, Sizes
 from shardtrain.interop.hf_config import (
@@ -39,6 +41,7 @@ from shardtrain.interop.hf_config import (
 from shardtrain.interop.hf_files import DTYPES, write_files
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.weights import exported, exported_shapes
+from shardtrain.run_bert import tokenizer_of
 from shardtrain.run_program import count_parameters, make_program
 from shardtrain.run_state import WEIGHTS
 from shardtrain.run_weights import SavedWeights, map_folder, own_parameters
@@ -60,7 +63,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
         json: print JSON and nothing else.
     """
     source, target = Path(folder), Path(out)
-    config = _in_folder(only_language(config, "an import"), source, target)
+    config = _in_folder(with_text(config, "an import"), source, target)
     resolve_mesh(config, jax.device_count())
     program = make_program(config, vocab_size=config.model.vocab_size)
     family, mapped = map_folder(source, config, program)
@@ -100,7 +103,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
     return 0
 
 
-def _in_folder(config: LanguageRunConfig, source: Path, target: Path) -> LanguageRunConfig:
+def _in_folder(config: TextRunConfig, source: Path, target: Path) -> TextRunConfig:
     """The config of the run as it lies in its folder."""
     sections = config.model_dump()
     if config.run.dir != f"runs/{config.run.name}":  # which is what it is unless it is given
@@ -110,7 +113,7 @@ def _in_folder(config: LanguageRunConfig, source: Path, target: Path) -> Languag
     sections["run"]["dir"] = str(target)
     if Path(config.data.tokenizer) == source / TOKENIZER_FILE:
         sections["data"]["tokenizer"] = str(target / TOKENIZER_FILE)
-    return only_language(load_config(sections), "an import")
+    return with_text(load_config(sections), "an import")
 
 
 def _common(dtypes: dict[str, str]) -> dict[str, str]:
@@ -132,7 +135,7 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         dtype: of the weights, or "auto".
         json: print JSON and nothing else.
     """
-    config = only_language(config, "an export")
+    config = with_text(config, "an export")
     family = choose_family(config.model)
     target = _new_folder(out)
     run = Path(config.run.dir)
@@ -192,16 +195,22 @@ def _new_folder(out: str) -> Path:
     return target
 
 
-def _with_vocabulary(config: LanguageRunConfig) -> LanguageRunConfig:
+def _with_vocabulary(config: TextRunConfig) -> TextRunConfig:
     """The config with its vocabulary as a number."""
     if config.model.vocab_size:
         return config
-    size = open_tokenizer(config.data).vocab_size
+    size = _tokenizer(config).vocab_size
     model = config.model.model_copy(update={"vocab_size": size})
     return config.model_copy(update={"model": model})
 
 
-def _plain_program(config: LanguageRunConfig, mesh: AbstractMesh) -> Program:
+def _tokenizer(config: TextRunConfig) -> Tokenizer:
+    return (
+        tokenizer_of(config) if isinstance(config, BertRunConfig) else open_tokenizer(config.data)
+    )
+
+
+def _plain_program(config: TextRunConfig, mesh: AbstractMesh) -> Program:
     """The run on one device that need not be here: for shapes in model order."""
     sections = config.model_dump()
     sections |= {"mesh": dict.fromkeys(sections["mesh"], 1), "sharding": {}, "pipeline": {}}
@@ -218,7 +227,7 @@ def _dtypes(metadata: dict[str, Any], asked: str) -> Callable[[str], str]:
     return lambda name: known.get(name, known[""])
 
 
-def _config_json(config: LanguageRunConfig, family: Family, run: Path, dtype: str) -> str:
+def _config_json(config: TextRunConfig, family: Family, run: Path, dtype: str) -> str:
     model, kept = config.model, kept_keys(run, family)
     length = model.max_length or config.data.sequence_length
     if kept:
@@ -227,7 +236,7 @@ def _config_json(config: LanguageRunConfig, family: Family, run: Path, dtype: st
     return write_config(family, model, sizes, dtype=DTYPES[dtype].name, kept=kept)
 
 
-def _copy_tokenizer(config: LanguageRunConfig, run: Path, target: Path) -> list[Path]:
+def _copy_tokenizer(config: TextRunConfig, run: Path, target: Path) -> list[Path]:
     """What turns text into tokens, and the other files that came with the weights."""
     written = []
     for name in BESIDE:
@@ -235,6 +244,6 @@ def _copy_tokenizer(config: LanguageRunConfig, run: Path, target: Path) -> list[
             written.append(target / name)
             shutil.copyfile(run / name, written[-1])
     if not (target / TOKENIZER_FILE).is_file() and config.data.tokenizer != "bytes":
-        open_tokenizer(config.data).save(target)
+        _tokenizer(config).save(target)
         written.append(target / TOKENIZER_FILE)
     return written

@@ -13,6 +13,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardtrain.checkpoint.config import CheckpointConfig
+from shardtrain.config_bert import bert_faults
 from shardtrain.config_files import put, read_source
 from shardtrain.config_images import image_faults, weight_faults
 from shardtrain.config_init import inherit
@@ -22,9 +23,9 @@ from shardtrain.config_lora import lora_faults
 from shardtrain.config_offload import offload_faults
 from shardtrain.config_precision import mesh_precision_faults, precision_faults
 from shardtrain.config_text import template, write
-from shardtrain.data.config import DataConfig, ImageDataConfig
+from shardtrain.data.config import DataConfig, ImageDataConfig, MaskedTextConfig
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import LoraConfig, ResNetConfig, TransformerConfig
+from shardtrain.models.config import BertConfig, LoraConfig, ResNetConfig, TransformerConfig
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
@@ -33,7 +34,7 @@ from shardtrain.strategies.config import (
     PipelineConfig,
     TrainConfig,
 )
-from shardtrain.tasks.config import ImageClassificationConfig, LanguageModelConfig
+from shardtrain.tasks.config import ImageClassificationConfig, LanguageModelConfig, MaskedLmConfig
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
     EvalConfig,
@@ -47,14 +48,20 @@ from shardtrain.train.config import (
 MODELS: Final[dict[str, type[BaseModel]]] = {
     "transformer": TransformerConfig,
     "resnet": ResNetConfig,
+    "bert": BertConfig,
 }
 """Section class of each `model.type`."""
 TASKS: Final[dict[str, type[BaseModel]]] = {
     "language_model": LanguageModelConfig,
     "image_classification": ImageClassificationConfig,
+    "masked_lm": MaskedLmConfig,
 }
 """Section class of each `task.type`."""
-DATA: Final[dict[str, type[BaseModel]]] = {"text": DataConfig, "images": ImageDataConfig}
+DATA: Final[dict[str, type[BaseModel]]] = {
+    "text": DataConfig,
+    "images": ImageDataConfig,
+    "masked_text": MaskedTextConfig,
+}
 """Section class of each `data.type`."""
 TYPES: Final = {"model": MODELS, "task": TASKS, "data": DATA}
 """The sections that have a class for each type."""
@@ -66,10 +73,10 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: RunSection
-    model: TransformerConfig | ResNetConfig
+    model: TransformerConfig | ResNetConfig | BertConfig
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    task: LanguageModelConfig | ImageClassificationConfig
-    data: DataConfig | ImageDataConfig
+    task: LanguageModelConfig | ImageClassificationConfig | MaskedLmConfig
+    data: DataConfig | ImageDataConfig | MaskedTextConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -100,9 +107,22 @@ class ImageRunConfig(RunConfig):
     data: ImageDataConfig
 
 
+class BertRunConfig(RunConfig):
+    """A run that pre-trains BERT."""
+
+    model: BertConfig
+    task: MaskedLmConfig = Field(default_factory=MaskedLmConfig)
+    data: MaskedTextConfig
+
+
+TextRunConfig = LanguageRunConfig | BertRunConfig
+"""Runs with a tokenizer, whose weights others publish."""
+
+
 RUNS: Final[dict[str, type[RunConfig]]] = {
     "transformer": LanguageRunConfig,
     "resnet": ImageRunConfig,
+    "bert": BertRunConfig,
 }
 """What a run of each `model.type` is: with it go the types of its task and its data."""
 
@@ -339,6 +359,26 @@ def only_language(config: RunConfig, what: str) -> LanguageRunConfig:
     )
 
 
+def with_text(config: RunConfig, what: str) -> TextRunConfig:
+    """Return a config for what is there for models of text alone.
+
+    Args:
+        config: A loaded config.
+        what: What that is, for the message.
+
+    Raises:
+        ConfigError: It is the config of another kind of run.
+    """
+    if isinstance(config, TextRunConfig):
+        return config
+    raise ConfigError(
+        f"{what} is there for models of text alone",
+        where="model.type",
+        value=f'"{config.model.type}"',
+        allowed='"transformer", "bert"',
+    )
+
+
 def _time_faults(config: RunConfig) -> list[ConfigError]:
     run = config.run
     if run.stop_at <= run.steps:
@@ -410,8 +450,15 @@ def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[Co
     ]
 
 
+def _bert_faults(config: BertRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
+    return bert_faults(
+        config.model, config.data, config.train, config.sharding, config.pipeline, degrees
+    )
+
+
 FAULTS: Final[dict[type[RunConfig], Callable[[Any, Mapping[str, int]], list[ConfigError]]]] = {
     LanguageRunConfig: _language_faults,
     ImageRunConfig: _image_faults,
+    BertRunConfig: _bert_faults,
 }
 """What may be wrong about each kind of run, beyond what may be about all."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from shardtrain.config import ImageRunConfig, LanguageRunConfig, RunConfig
+from shardtrain.config import BertRunConfig, ImageRunConfig, LanguageRunConfig, RunConfig
 from shardtrain.optim.config import WITH_SECOND_MOMENT
 from shardtrain.strategies.precision_words import parse_precision
 
@@ -92,6 +92,13 @@ def _images(config: ImageRunConfig) -> Iterator[tuple[str, str]]:
     folders = [Path(config.data.path) / name for name in ("val", "valid", "validation", "test")]
     if config.data.path and any(folder.is_dir() for folder in folders):
         yield "data.validation_fraction", "the data has images for validation of its own"
+
+
+def _bert(config: BertRunConfig) -> Iterator[tuple[str, str]]:
+    yield "eval.sample_tokens", "a model that reads both ways writes no text"
+    if not config.lora.rank:
+        for key in ("alpha", "targets"):
+            yield f"lora.{key}", "lora.rank=0 trains all weights"
 
 
 def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
@@ -195,5 +202,6 @@ def _times(config: RunConfig) -> Iterator[tuple[str, str]]:
 EFFECTS: Final[dict[type[RunConfig], Callable[[Any], Iterator[tuple[str, str]]]]] = {
     LanguageRunConfig: _language,
     ImageRunConfig: _images,
+    BertRunConfig: _bert,
 }
 """What has no effect in each kind of run, beyond what has none in any."""

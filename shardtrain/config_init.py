@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import folder
+from shardtrain.data.config import LEARNED
 from shardtrain.errors import ConfigError
-from shardtrain.interop.hf_config import CONFIG_FILE, read_folder
-from shardtrain.models.config import TransformerConfig
+from shardtrain.interop.hf_config import CONFIG_FILE, TOKENIZER_FILE, read_folder
+from shardtrain.models.config import BertConfig, TransformerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
@@ -76,7 +77,8 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, Mapping) for part in (run, model, data)):
         return sections
     name = run.get("init")
-    if not name or not isinstance(name, str) or set(TransformerConfig.model_fields) <= set(model):
+    kind = BertConfig if model.get("type") == "bert" else TransformerConfig
+    if not name or not isinstance(name, str) or set(kind.model_fields) <= set(model):
         return sections  # a run that goes on has its whole model written down
     origin = find_origin(name)
     theirs, tokenizer = _theirs(origin)
@@ -90,9 +92,31 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
                 cure=f"leave model.{key} out: it is taken from {name}",
             )
     sections["model"] = {**theirs, **model}
-    if tokenizer and "tokenizer" not in data:
+    if tokenizer and _takes(data.get("tokenizer"), origin, tokenizer):
         sections["data"] = {**data, "tokenizer": tokenizer}
     return sections
+
+
+def _takes(given: Any, origin: Origin, tokenizer: str) -> bool:
+    """Whether a run takes the tokenizer of the weights; one learned anew would not fit them."""
+    if given is None or given == _learned(origin):
+        return True
+    if not isinstance(given, str) or not given.startswith(LEARNED):
+        return False
+    raise ConfigError(
+        f"the weights of {_KEY} have a tokenizer, and one that is learned anew would not fit them",
+        where="data.tokenizer",
+        value=given,
+        cure=f"leave it out, or give {tokenizer}",
+    )
+
+
+def _learned(origin: Origin) -> str:
+    """What a run has learned its tokenizer as, such as `wordpiece:4096`; else empty."""
+    if not origin.is_run:
+        return ""
+    name = str(_sections(origin)["data"].get("tokenizer", ""))
+    return name if name.startswith(LEARNED) else ""
 
 
 def _theirs(origin: Origin) -> tuple[dict[str, Any], str]:
@@ -100,14 +124,23 @@ def _theirs(origin: Origin) -> tuple[dict[str, Any], str]:
     if not origin.is_run:
         sections = read_folder(origin.folder)
         return sections["model"], sections["data"].get("tokenizer", "")
-    path = origin.folder / RESOLVED
-    try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-        model, data = dict(sections["model"]), sections["data"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+    sections = _sections(origin)
+    model, data = dict(sections["model"]), sections["data"]
     if model.get("position") == "learned" and not model.get("max_length"):
         model["max_length"] = data["sequence_length"]
     tokenizer = str(data.get("tokenizer", ""))
     beside = origin.folder / Path(tokenizer).name
-    return model, str(beside) if tokenizer.endswith(".json") and beside.is_file() else tokenizer
+    if _learned(origin):  # learned from that run's text, and kept there
+        beside = origin.folder / TOKENIZER_FILE
+    return model, str(beside) if tokenizer != "bytes" and beside.is_file() else tokenizer
+
+
+def _sections(origin: Origin) -> dict[str, Any]:
+    """The config of a run as it was run."""
+    path = origin.folder / RESOLVED
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        sections["model"], sections["data"]  # both are there
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+    return sections

@@ -71,7 +71,7 @@ def language_faults(
         *model_faults(model, data),
         *layout_faults(model, data, sharding, degrees, train.microbatches, vocab),
         *_loss_faults(task, data, degrees["context"]),
-        *_stage_faults(model, data, train, pipeline, degrees["pipeline"], vocab),
+        *stage_faults(model, data, train, pipeline, degrees["pipeline"], vocab),
     ]
 
 
@@ -116,7 +116,7 @@ def _loss_faults(task: LanguageModelConfig, data: DataConfig, context: int) -> l
     ]
 
 
-def _stage_faults(
+def stage_faults(
     model: TransformerConfig,
     data: DataConfig,
     train: TrainConfig,
@@ -124,7 +124,16 @@ def _stage_faults(
     stages: int,
     vocab: int | None,
 ) -> list[ConfigError]:
-    """Why there is no such pipeline."""
+    """Return why there is no such pipeline.
+
+    Args:
+        model: The model's section.
+        data: The data's section.
+        train: How a step is computed.
+        pipeline: How stages share the layers.
+        stages: `mesh.pipeline`.
+        vocab: Tokens of the data, where they are known.
+    """
     if stages == 1:
         return []
     if host_names(train.remat):

@@ -6,6 +6,7 @@ interface (`run_work`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -120,6 +121,9 @@ class ImageWork:
                 allowed='"global" or "microbatch"',
             )
         return self.config.train.microbatches if statistics == "microbatch" else 1
+
+    def leave(self, folder: Path) -> None:
+        """Nothing: the config says it all."""
 
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]

@@ -6,6 +6,7 @@ interface (`run_work`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -132,6 +133,9 @@ class LanguageWork:
     def microbatches_alone(self) -> int:
         """One: microbatches do not change what is computed."""
         return 1
+
+    def leave(self, folder: Path) -> None:
+        """Nothing: the config says it all."""
 
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]

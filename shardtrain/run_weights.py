@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.checkpoint.folder import StepRecord
-from shardtrain.config import LanguageRunConfig, RunConfig, only_language, with_defaults
+from shardtrain.config import LanguageRunConfig, RunConfig, TextRunConfig, with_defaults, with_text
 from shardtrain.config_init import Origin, find_origin
 from shardtrain.config_language import TOKENIZERS
 from shardtrain.errors import CheckpointError, ConfigError
@@ -136,7 +136,7 @@ def weights_of(name: str, config: RunConfig, program: Program) -> PyTree:
     origin = find_origin(name)
     abstract = program.abstract_weights
     if not origin.is_run:
-        own = only_language(config, "an import")
+        own = with_text(config, "an import")
         return map_folder(origin.folder, own, program)[1].place(abstract)
     with Checkpointer(checkpoints_in(origin.folder)) as checkpoints:
         saved = SavedWeights(checkpoints, _step_of(origin, checkpoints))
@@ -219,14 +219,14 @@ def copy_beside(name: str, target: Path) -> None:
 # -- folders of Hugging Face
 
 
-def own_parameters(config: LanguageRunConfig, program: Program) -> dict[str, Parameter]:
+def own_parameters(config: TextRunConfig, program: Program) -> dict[str, Parameter]:
     """The parameters of the plain model, by path."""
     placement, training = program.placement, program.training
     names = training.weights(placement.names, placement.frozen_names)
     return parameters(program.abstract_weights, names, vocab_size=config.model.vocab_size)
 
 
-def map_folder(folder: Path, config: LanguageRunConfig, program: Program) -> tuple[Family, Mapped]:
+def map_folder(folder: Path, config: TextRunConfig, program: Program) -> tuple[Family, Mapped]:
     """A folder's family, and its tensors in the places of our parameters.
 
     Raises:

@@ -1,16 +1,19 @@
 """What a run is about: the one place where each kind of model, task and data becomes functions.
 
-Owns: the interface, and its table. Does not own: any kind (`run_language`, `run_images`). All else
-in a run (layout, optimizer, state, loop, checkpoints) is the same for every kind.
+Owns: the interface, and its table. Does not own: any kind (`run_language`, `run_images`,
+`run_bert`). All else in a run (layout, optimizer, state, loop, checkpoints) is the same for every
+kind.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardtrain.config import ImageRunConfig, LanguageRunConfig, RunConfig
+from shardtrain.config import BertRunConfig, ImageRunConfig, LanguageRunConfig, RunConfig
 from shardtrain.data.loader import Rows, Samples
+from shardtrain.run_bert import BertWork
 from shardtrain.run_images import ImageWork
 from shardtrain.run_language import LanguageWork
 from shardtrain.sharding.rules import Table
@@ -104,6 +107,9 @@ class Work(Protocol):
             ConfigError: No other layout computes the same.
         """
 
+    def leave(self, folder: Path) -> None:
+        """Puts into a run's folder what its weights are of no use without, once they are begun."""
+
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]
     ) -> dict[str, dict[str, Any]]:
@@ -116,6 +122,7 @@ class Work(Protocol):
 WORK: Final[dict[type[RunConfig], Callable[[Any], Work]]] = {
     LanguageRunConfig: LanguageWork,
     ImageRunConfig: ImageWork,
+    BertRunConfig: BertWork,
 }
 """One row a kind: from its config."""
 

@@ -184,6 +184,7 @@ class Attempt:
             self.screen.say(self._disk_words())
         if resume is None and self.run.config.run.init:
             copy_beside(self.run.config.run.init, self.directory.path)
+        self.run.work.leave(self.directory.path)
         self.directory.write_resolved(to_toml(self.run.config))
 
     def _disk_words(self) -> str:

@@ -13,6 +13,7 @@ from shardtrain.commands import placement
 from shardtrain.config import load_config
 from shardtrain.interop.hf_config import family_of
 from shardtrain.interop.hf_keys import Keys
+from shardtrain.models.config import BertConfig
 from shardtrain.run_work import work_of
 
 EXACT = {
@@ -30,6 +31,11 @@ EXACT = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    # `BertForPreTraining` of transformers, with both heads
+    "bert_base": 110_106_428,
+    "bert_base_512": 110_106_428,
+    "bert_large_lamb": 336_226_108,
+    "bert_large_lamb_512": 336_226_108,
     # torchvision's models of 1000 classes
     "resnet50_imagenet_8gpu": 25_557_032,
 }
@@ -185,3 +191,37 @@ def test_configs_are_the_published_ones(name: str) -> None:
     assert ours.model_copy(update=explicit) == shipped.model_copy(
         update={"mlp_dim": shipped.mlp_size}
     )
+
+
+def test_bert_is_the_published_one() -> None:
+    """Its config.json names one head of the two that its files have."""
+    published = {
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "attention_probs_dropout_prob": 0.1,
+        "gradient_checkpointing": False,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 768,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "vocab_size": 30522,
+    }
+    keys = Keys(published, "config.json")
+    family = family_of(keys)
+    found = family.read(keys)
+    (dropped, left) = family.notes(keys)
+    keys.finish()
+    assert keys.faults == []
+    assert "attention_probs_dropout_prob" in dropped
+    assert "write BertForPreTraining there" in left
+    later = {"vocab_multiple": 128, "next_sentence": True, "mlp_dim": 0}
+    assert BertConfig(**found | later) == load_config("bert_base").model

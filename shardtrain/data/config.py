@@ -3,7 +3,7 @@
 Owns: the keys, their types and their defaults. Does not own: reading, tokenizers, the cache.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -14,6 +14,10 @@ _SECTION = ConfigDict(
     allow_inf_nan=False,
     use_attribute_docstrings=True,
 )
+
+
+LEARNED: Final = "wordpiece:"
+"""Before a number of tokens in `data.tokenizer`: WordPieces that are learned from the text."""
 
 
 class DataConfig(BaseModel):
@@ -46,6 +50,52 @@ class DataConfig(BaseModel):
     """Folder for prepared tokens. "" = $SHARDTRAIN_CACHE, else the user's cache folder."""
     prefetch: int = Field(2, ge=0)
     """Batches read ahead of the step. 0 = none."""
+
+
+class MaskedTextConfig(BaseModel):
+    """Text of which some tokens are hidden, and in what portions it is learned from."""
+
+    model_config = _SECTION
+
+    type: Literal["masked_text"] = "masked_text"
+    """Which data this is."""
+    path: str = ""
+    """Text file, folder of text, JSONL or Parquet of text, or a prepared folder; each document by
+    itself. "" = the source text of Python's own standard library."""
+    tokenizer: str
+    """How text becomes tokens: a tokenizer.json that has [MASK], [CLS] and [SEP]; or "wordpiece:N",
+    lower-case WordPieces, N at most, learned once from the text itself and kept with the run."""
+    sequence_length: int = Field(ge=8)
+    """Tokens of a sample, special ones included."""
+    batch_size: int = Field(ge=1)
+    """Samples per step, over all devices."""
+    mask_fraction: float = Field(0.15, gt=0.0, lt=1.0)
+    """Part of a sample's tokens that are predicted; of those 80 percent are replaced by [MASK], 10
+    by any token, 10 stay. Every epoch hides others, an evaluation always the same."""
+    whole_words: bool = False
+    """Whether all pieces of a word are predicted together; needs a tokenizer of WordPieces."""
+    shuffle: bool = True
+    """Whether every epoch has an order of its own. False = file order."""
+    validation_fraction: float = Field(0.05, ge=0.0, lt=1.0)
+    """Part of the documents kept for validation. 0 = none."""
+    cache: str = ""
+    """Folder for prepared tokens. "" = $SHARDTRAIN_CACHE, else the user's cache folder."""
+    prefetch: int = Field(2, ge=0)
+    """Batches read ahead of the step. 0 = none."""
+
+    @property
+    def as_text(self) -> DataConfig:
+        """The same text for whoever only reads and tokenizes it."""
+        return DataConfig(
+            path=self.path,
+            tokenizer=self.tokenizer,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            validation_fraction=self.validation_fraction,
+            cache=self.cache,
+            prefetch=self.prefetch,
+        )
 
 
 class ImageDataConfig(BaseModel):

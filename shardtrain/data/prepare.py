@@ -29,8 +29,9 @@ from shardtrain.data.examples import BadRecordPolicy, BadRecords
 from shardtrain.data.megatron import chunks
 from shardtrain.data.prepare_examples import write_examples
 from shardtrain.data.token_arrays import TokenArray, Vocabulary, open_arrays, vocabulary
-from shardtrain.data.tokenizer import Tokenizer, load_tokenizer
+from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenFile, TokenWriter, Verify
+from shardtrain.data.wordpiece import make_tokenizer
 from shardtrain.errors import DataError
 
 TRAIN = "train.tokens"
@@ -74,7 +75,8 @@ def prepare(
     Args:
         paths: text files, JSONL, Parquet, and folders of them; or arrays of tokens.
         out: the folder to write to; token files in it are replaced.
-        tokenizer: `bytes` or the path of a `tokenizer.json`, which is copied to `out`.
+        tokenizer: `bytes`, the path of a `tokenizer.json`, or `wordpiece:N` to learn one of at most
+            N tokens from the text; the file is left in `out`.
         validation_fraction: part of the documents kept for validation, 0 to below 1.
         seed: decides which documents those are, together with their text.
         progress: told how far the work is.
@@ -90,8 +92,8 @@ def prepare(
         DataError: no text, damaged text, a folder that cannot be written, a full disk.
     """
     check_fraction(validation_fraction)
-    loaded = load_tokenizer(tokenizer)
     files = find_files([Path(path).expanduser() for path in paths], where="paths", say=say)
+    loaded = make_tokenizer(tokenizer, files, say=say, column=column)
     out = Path(out).expanduser()
     make_folder(out, where="out", cure="choose a folder that you can write to")
     if column:  # whatever else a record has

@@ -26,7 +26,7 @@ def prepare_command(
     Args:
         paths: text files, JSONL, Parquet, and folders of them; or arrays of tokens.
         out: the folder to write to.
-        tokenizer: `bytes` or the path of a `tokenizer.json`.
+        tokenizer: `bytes`, the path of a `tokenizer.json`, or `wordpiece:N`.
         validation_fraction: part of the documents kept for validation.
         seed: decides which documents those are.
         column: the field that holds the text, where there are fields.

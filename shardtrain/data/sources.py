@@ -29,8 +29,14 @@ from shardtrain.data.prepare import (
 )
 from shardtrain.data.prepare_examples import too_long
 from shardtrain.data.token_arrays import array_path
-from shardtrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_beside
+from shardtrain.data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_beside,
+)
 from shardtrain.data.tokens import TokenFile, is_token_file
+from shardtrain.data.wordpiece import is_learned, make_tokenizer
 from shardtrain.errors import DataError
 
 _PATH = "data.path"
@@ -96,6 +102,34 @@ def open_data(
     Raises:
         DataError: the path is missing, empty, damaged, no text, or too short for one batch.
     """
+    info = open_tokens(config, say=say, progress=progress)
+    if config.bad_records == "skip" and not info.train.header.masked:
+        say("data.bad_records has no effect: this data has no prompts and completions")
+    train = _samples(config, info.train, seed, say)
+    require_batch(train, str(config.path or info.train.path))
+    if info.validation is None:
+        return train, None, info
+    validation = _samples(config, info.validation, seed, say)
+    if validation.num_samples == 0:
+        count = info.validation.header.tokens
+        say(f"no validation: {count} tokens are too few for a sequence of {config.sequence_length}")
+        return train, None, info
+    return train, validation, info
+
+
+def open_tokens(
+    config: DataConfig, *, say: Say = silent, progress: Progress = no_progress
+) -> DataInfo:
+    """Open the token files of a run; text is prepared into the cache the first time.
+
+    Args:
+        config: the `[data]` section.
+        say: told in a line what is done, waited for or skipped.
+        progress: told how far a preparation is.
+
+    Raises:
+        DataError: the path is missing, empty, damaged or no text.
+    """
     path = Path(config.path).expanduser()
     if config.path and _is_prepared(path):
         prepared = open_prepared(path, cache=cache_folder(config.cache))
@@ -107,19 +141,7 @@ def open_data(
     else:
         source = "the source text of Python's standard library"
         prepared = _from_cache(standard_library(), config, source, say, progress)
-    if config.bad_records == "skip" and not prepared.train.header.masked:
-        say("data.bad_records has no effect: this data has no prompts and completions")
-    info = DataInfo(source, prepared.train, prepared.validation)
-    train = _samples(config, prepared.train, seed, say)
-    require_batch(train, str(config.path or prepared.train.path))
-    if prepared.validation is None:
-        return train, None, info
-    validation = _samples(config, prepared.validation, seed, say)
-    if validation.num_samples == 0:
-        count = prepared.validation.header.tokens
-        say(f"no validation: {count} tokens are too few for a sequence of {config.sequence_length}")
-        return train, None, info
-    return train, validation, info
+    return DataInfo(source, prepared.train, prepared.validation)
 
 
 def open_whole(
@@ -220,6 +242,13 @@ def _check_tokenizer(config: DataConfig, prepared: Prepared) -> None:
     if config.tokenizer == "bytes":
         return
     header = prepared.train.header
+    if is_learned(config.tokenizer):
+        raise DataError(
+            f"the tokens of {prepared.train.path} are made already, and so is their tokenizer",
+            where="data.tokenizer",
+            value=config.tokenizer,
+            cure=f"give {prepared.train.path.parent / TOKENIZER_FILE}",
+        )
     asked = load_tokenizer(config.tokenizer)
     if asked.digest != header.tokenizer_digest:
         raise DataError(
@@ -241,7 +270,7 @@ def _from_cache(
 ) -> Prepared:
     check_fraction(config.validation_fraction)
     split = Split(
-        tokenizer or load_tokenizer(config.tokenizer),
+        tokenizer or make_tokenizer(config.tokenizer, files, cache=config.cache, say=say),
         config.validation_fraction,
         bad_records=config.bad_records,
         max_tokens=config.sequence_length + 1,

@@ -4,6 +4,7 @@ Owns: the byte tokenizer and the one read from a `tokenizer.json`. Does not own:
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,17 @@ class HuggingFaceTokenizer:
         texts = [piece.decode(errors="replace") for piece in pieces]
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's text and number."""
+        known: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return known
+
+    def word_pieces(self) -> str:
+        """What pieces that go on with a word begin with; empty where they are no WordPieces."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        prefix = model.get("continuing_subword_prefix") if model.get("type") == "WordPiece" else ""
+        return str(prefix or "")
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Turn tokens into text; tokens outside the vocabulary are skipped."""

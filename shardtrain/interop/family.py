@@ -4,14 +4,16 @@ Owns: the interface. Does not own: the families, each in a file of its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardtrain.errors import ConfigError
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.tensors import Table, Tensor
-from shardtrain.models.config import TransformerConfig
+from shardtrain.models.config import BertConfig, TransformerConfig
 
+Model = TransformerConfig | BertConfig
+"""The sections of models that are published in some family."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
@@ -43,14 +45,23 @@ class Family:
     """`config.json` -> keys of our `[model]`; notes faults."""
     max_length: Callable[[Keys], int]
     """`config.json` -> tokens of the longest sequence."""
-    write: Callable[[TransformerConfig, Sizes], dict[str, Any]]
+    write: Callable[[Any, Sizes], dict[str, Any]]
     """Our `[model]` -> what `config.json` says of it."""
-    needs: Callable[[TransformerConfig], Mapping[str, tuple[Any, ...]]]
+    needs: Callable[[Any], Mapping[str, tuple[Any, ...]]]
     """Our `[model]` -> those keys of it that must have one of a few values."""
     notes: Callable[[Keys], list[str]]
     """What `config.json` says about training that has no counterpart, a line each."""
+    kind: str = "transformer"
+    """`model.type` of ours."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Ends of names in older files, and what transformers has made of them since."""
 
-    def faults(self, model: TransformerConfig) -> list[ConfigError]:
+    def current_name(self, name: str) -> str:
+        """Return the name that transformers gives a tensor today."""
+        old = next((end for end in self.renamed if name.endswith(end)), "")
+        return name.removesuffix(old) + self.renamed[old] if old else name
+
+    def faults(self, model: Model) -> list[ConfigError]:
         """Return why a model of ours is none of this family; empty where it is one."""
         values = model.model_dump()
         return [

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardtrain.errors import ConfigError, raise_all
+from shardtrain.interop.bert import BERT
 from shardtrain.interop.bloom import BLOOM
-from shardtrain.interop.family import Family, Sizes
+from shardtrain.interop.family import Family, Model, Sizes
 from shardtrain.interop.gpt2 import GPT2
 from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.llama import LLAMA
-from shardtrain.models.config import TransformerConfig
 
 CONFIG_FILE: Final = "config.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -29,10 +29,13 @@ BESIDE: Final = (
     "generation_config.json",
     "chat_template.jinja",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
 )
 """Files that go along with weights as they are."""
-FAMILIES: Final[dict[str, Family]] = {family.model_type: family for family in (GPT2, LLAMA, BLOOM)}
+FAMILIES: Final[dict[str, Family]] = {
+    family.model_type: family for family in (GPT2, LLAMA, BLOOM, BERT)
+}
 """The families by `model_type`."""
 _VOCAB_MULTIPLE = 128
 _LENGTH = 1024
@@ -79,6 +82,8 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
     keys.finish()
     raise_all(keys.faults)
     data: dict[str, Any] = {"sequence_length": min(length, _LENGTH), "batch_size": 8}
+    if family.kind == "bert":
+        data["type"] = "masked_text"
     if (path / TOKENIZER_FILE).is_file():
         data["tokenizer"] = str(path / TOKENIZER_FILE)
     return {
@@ -95,7 +100,7 @@ def training_notes(folder: str | Path) -> list[str]:
     return family_of(keys).notes(keys)
 
 
-def choose_family(model: TransformerConfig) -> Family:
+def choose_family(model: Model) -> Family:
     """Return the family that a model of ours belongs to.
 
     Args:
@@ -104,7 +109,9 @@ def choose_family(model: TransformerConfig) -> Family:
     Raises:
         ConfigError: it is of none; what keeps it from the nearest is in the message.
     """
-    faults = {name: family.faults(model) for name, family in FAMILIES.items()}
+    faults = {
+        name: family.faults(model) for name, family in FAMILIES.items() if family.kind == model.type
+    }
     nearest = min(faults, key=lambda name: len(faults[name]))
     raise_all(faults[nearest])
     return FAMILIES[nearest]
@@ -126,7 +133,7 @@ def kept_keys(folder: Path, family: Family) -> dict[str, Any]:
 
 def write_config(
     family: Family,
-    model: TransformerConfig,
+    model: Model,
     sizes: Sizes,
     *,
     dtype: str,
@@ -143,8 +150,8 @@ def write_config(
     """
     values = {
         **kept,
-        **family.write(model, sizes),
         "architectures": [family.architecture],
+        **family.write(model, sizes),
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }

@@ -102,7 +102,8 @@ def map_files(family: Family, files: WeightFiles, own: Mapping[str, Parameter]) 
     found: dict[str, str] = {}
     faults: list[CheckpointError] = []
     for name, entry in files.entries.items():
-        known = next((n for n in (name, family.prefix + name) if n in wanted), "")
+        now = family.current_name(name)
+        known = next((n for n in (now, family.prefix + now) if n in wanted), "")
         if known and known not in found:
             found[known] = name
         elif not known and not re.fullmatch(family.buffers, name) and name != tied_head:

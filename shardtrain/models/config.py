@@ -124,6 +124,60 @@ class TransformerConfig(BaseModel):
         return -(-size // self.vocab_multiple) * self.vocab_multiple
 
 
+class BertConfig(BaseModel):
+    """BERT: an encoder that reads both ways, with heads for hidden tokens and next sentences."""
+
+    model_config = _SECTION
+
+    type: Literal["bert"] = "bert"
+    """Which model this is (Devlin et al. 2018, arXiv 1810.04805)."""
+    num_layers: int = Field(ge=1)
+    """Blocks."""
+    embed_dim: int = Field(ge=1)
+    """Width of the residual stream."""
+    num_heads: int = Field(ge=1)
+    """Attention heads, each embed_dim / num_heads wide."""
+    mlp_dim: int = Field(0, ge=0)
+    """Width inside the MLP. 0 = 4 x embed_dim."""
+    vocab_size: int = Field(0, ge=0)
+    """Tokens. 0 = as many as the tokenizer has."""
+    vocab_multiple: int = Field(1, ge=1)
+    """Embedding rows are padded to a multiple of this; padding never gets probability."""
+    max_length: int = Field(512, ge=1)
+    """Rows of the position table, in tokens: those of the longest phase of a training."""
+    next_sentence: bool = True
+    """Whether to learn if the second part of a sample follows the first. False = no pairs, no head
+    for it, and samples that are full of text (RoBERTa, arXiv 1907.11692)."""
+    norm_epsilon: float = Field(1e-12, gt=0)
+    """Added to the variance before its root is taken."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    """Activation of the MLP and of the head for hidden tokens."""
+    dropout: float = Field(0.1, ge=0.0, lt=1.0)
+    """Fraction of activations dropped after the embedding and each half of a block."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel. auto = XLA; cudnn = the fused one, for 16-bit types on NVIDIA GPUs."""
+    layer_loop: Literal["auto", "scan", "unroll"] = "auto"
+    """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
+
+    @property
+    def as_transformer(self) -> TransformerConfig:
+        """The stack in the words of a transformer, whose parts it is made of."""
+        return TransformerConfig(
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            mlp_dim=self.mlp_dim,
+            vocab_size=self.vocab_size,
+            vocab_multiple=self.vocab_multiple,
+            max_length=self.max_length,
+            norm_epsilon=self.norm_epsilon,
+            activation=self.activation,
+            dropout=self.dropout,
+            attention=self.attention,
+            layer_loop=self.layer_loop,
+        )
+
+
 class ResNetConfig(BaseModel):
     """A residual network for images (He et al. 2015, arXiv 1512.03385; its version 1.5)."""
 

@@ -1,6 +1,6 @@
 """How many FLOPs a token or an image costs a model: counted from its config, as it is built."""
 
-from shardtrain.models.config import GATED, ResNetConfig, TransformerConfig
+from shardtrain.models.config import GATED, BertConfig, ResNetConfig, TransformerConfig
 from shardtrain.models.resnet_shape import convolutions, features
 
 
@@ -56,6 +56,28 @@ def training_flops_per_token(
     return (4 if frozen else 6) * matrix_parameters(config, vocab_size) + attention // (
         2 if causal else 1
     )
+
+
+def training_flops_per_masked_sample(
+    config: BertConfig, *, vocab_size: int, length: int, predicted: int
+) -> int:
+    """FLOPs of forward and backward for one sample of masked text, padding included.
+
+    As `training_flops_per_token`, but that only the predicted places go through the head, and the
+    first one through that for the next sentence.
+
+    Args:
+        config: the model.
+        vocab_size: tokens that are predicted, without padding.
+        length: tokens of a sample.
+        predicted: places that are scored.
+    """
+    stack, embed = config.as_transformer, config.embed_dim
+    layers = stack.num_layers * layer_parameters(stack)
+    attention = 12 * stack.num_layers * embed * length
+    heads = predicted * embed * (embed + vocab_size)
+    following = embed * (embed + 2) if config.next_sentence else 0
+    return length * (6 * layers + attention) + 6 * (heads + following)
 
 
 def training_flops_per_image(

@@ -127,14 +127,17 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal self-attention (Ainslie et al. 2023, arXiv 2305.13245).
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245).
 
+    It is causal unless the context has another way to attend.
     One matrix makes queries, keys and values: [embed, kv_heads, group, head_dim], where a group is
     the query heads of one key/value head, then that key, then that value. Splitting kv_heads over
     `tensor` keeps each group together.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, out_stddev: float
+    ) -> None:
         embed, kv, size = config.embed_dim, config.kv_heads, config.head_size
         queries = config.num_heads // kv
         names = ("kv_heads", "group", "head_dim")
@@ -142,9 +145,7 @@ class Attention(nnx.Module):
         self.qkv = param(
             rngs, ("embed", *names), (embed, kv, queries + 2, size), dtype, INIT_STDDEV
         )
-        self.out = param(
-            rngs, (*names, "embed"), (kv, queries, size, embed), dtype, residual_stddev(config)
-        )
+        self.out = param(rngs, (*names, "embed"), (kv, queries, size, embed), dtype, out_stddev)
         has_bias = config.bias
         shape = (kv, queries + 2, size)
         self.qkv_bias = constant(names, shape, dtype, 0.0) if has_bias else None
@@ -179,14 +180,16 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """The feed-forward half of a block; swiglu and geglu are gated (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, out_stddev: float
+    ) -> None:
         embed, hidden = config.embed_dim, config.mlp_size
         gated = config.activation in GATED
         names = ("gate", "mlp") if gated else ("mlp",)
         shape = (2, hidden) if gated else (hidden,)
         self.activation = config.activation
         self.up = param(rngs, ("embed", *names), (embed, *shape), dtype, INIT_STDDEV)
-        self.down = param(rngs, ("embed", "mlp"), (embed, hidden), dtype, residual_stddev(config))
+        self.down = param(rngs, ("embed", "mlp"), (embed, hidden), dtype, out_stddev)
         self.up_bias = constant(names, shape, dtype, 0.0) if config.bias else None
         self.down_bias = constant(("embed",), (embed,), dtype, 0.0) if config.bias else None
 
@@ -210,9 +213,10 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dropout = config.dropout
         self.attention_norm = Norm(config, dtype)
-        self.attention = Attention(config, dtype, rngs)
+        stddev = residual_stddev(config)
+        self.attention = Attention(config, dtype, rngs, stddev)
         self.mlp_norm = Norm(config, dtype)
-        self.mlp = Mlp(config, dtype, rngs)
+        self.mlp = Mlp(config, dtype, rngs, stddev)
 
     def __call__(
         self,

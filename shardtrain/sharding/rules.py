@@ -33,6 +33,8 @@ AXES = {
     "gate": "the one or two halves of a (gated) MLP",
     "vocab": "token ids",
     "position": "rows of a learned position table",
+    "segment": "rows of a table of the parts of a sample, such as first and second sentence",
+    "features": "width that a head's own dense map reads (what it makes is `embed`)",
     "layers": "layers of the stack",
     "kernel": "height and width of a convolution's window",
     "channels": "channels that a convolution reads (those that it makes are `embed`)",

@@ -30,6 +30,15 @@ class LanguageModelConfig(BaseModel):
     whole vocabulary are there for one part at a time. 1 = all at once; more makes them twice."""
 
 
+class MaskedLmConfig(BaseModel):
+    """Predict hidden tokens, and whether one sentence follows the other."""
+
+    model_config = _SECTION
+
+    type: Literal["masked_lm"] = "masked_lm"
+    """Which task this is."""
+
+
 class ImageClassificationConfig(BaseModel):
     """Tell the class of an image."""
 

@@ -18,6 +18,9 @@ SHAPES = {
     "mlp": 5,
     "vocab": 8,
     "position": 6,
+    "segment": 2,
+    "features": 6,
+    "classes": 2,
 }
 QKV = ("layers", "embed", "kv_heads", "group", "head_dim")
 AXES = {
@@ -30,6 +33,12 @@ AXES = {
     "layers/mlp/up": ("layers", "embed", "mlp"),
     "layers/mlp/up_bias": ("layers", "mlp"),
     "layers/mlp/down": ("layers", "embed", "mlp"),
+    "segments": ("segment", "embed"),
+    "transform": ("features", "embed"),
+    "decoder_bias": ("vocab",),
+    "next/pooler": ("features", "embed"),
+    "next/kernel": ("embed", "classes"),
+    "next/bias": ("classes",),
 }
 GATED = {
     "layers/mlp/up": ("layers", "embed", "gate", "mlp"),
