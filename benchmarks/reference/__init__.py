@@ -1,0 +1,1 @@
+"""The same run in plain PyTorch, to compare losses with; one file a model, `ddp.py` for all."""
