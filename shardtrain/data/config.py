@@ -28,9 +28,9 @@ class DataConfig(BaseModel):
     type: Literal["text"] = "text"
     """Which data this is."""
     path: str = ""
-    """Text file, folder of text, JSONL of text or of prompts and completions, Parquet, a prepared
-    folder, or tokens as .npy or as Megatron-LM's .bin and .idx. "" = the source text of Python's
-    own standard library."""
+    """Text file, folder of text, JSONL of text or of prompts and completions, Parquet, MosaicML's
+    MDS, ArrayRecord, a prepared folder, or tokens as .npy, MDS or Megatron-LM's .bin and .idx. "" =
+    the source text of Python's own standard library."""
     tokenizer: str = "bytes"
     """How text becomes tokens: a tokenizer.json, or bytes = one token a byte, 256 in all."""
     sequence_length: int = Field(ge=1)

@@ -1,4 +1,4 @@
-"""Documents out of files: text, JSONL and Parquet, in bounded memory.
+"""Documents out of files: text, JSONL, Parquet, MDS and ArrayRecord, in bounded memory.
 
 Owns: which files of a folder are read and in what order, and cutting them into pieces of
 documents. Does not own: tokens. A piece is UTF-8 text of at most a few MiB, so that one huge file
@@ -13,22 +13,30 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, cast
 
 from shardtrain.data.cache import Say, silent
 from shardtrain.data.examples import BadRecords, Example, looks_like_examples, read_example
+from shardtrain.data.fields import COLUMNS, text_columns, text_of
+from shardtrain.data.mds import is_index, read_index
+from shardtrain.data.records import is_array_record, is_shard, read_array_record, read_mds
 from shardtrain.data.token_arrays import array_files, array_path
 from shardtrain.data.tokens import MAGIC
 from shardtrain.errors import DataError
 
 PIECE = 1 << 20
 _SNIFF = 1 << 16
-_COLUMNS = ("text", "content")
 _BOM = b"\xef\xbb\xbf"
 _VARYING = {"distutils", "ensurepip", "idlelib", "lib2to3", "turtledemo"}
 _NOT_SOURCE = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
-Kind = Literal["text", "jsonl", "examples", "parquet", "array"]
+Kind = Literal["text", "jsonl", "examples", "parquet", "mds", "array_record", "array"]
+_BY_NAME: dict[Kind, Callable[[Path], bool]] = {
+    "parquet": lambda path: path.suffix == ".parquet",
+    "array_record": is_array_record,
+    "mds": is_shard,
+}
+"""Kinds that a file's name tells."""
 Piece = tuple[bytes, bool]
 """Some text, and whether its document ends with it."""
 Reached = Callable[[int], None]
@@ -82,7 +90,7 @@ def find_files(
                 value=str(path),
                 cure="check the path; relative paths start at the current folder",
             )
-        for file in _walk(path) if path.is_dir() else [path]:
+        for file in _listed(path):
             kind = _kind(file)
             if kind is not None:
                 stat = file.stat()
@@ -96,8 +104,8 @@ def find_files(
                     "this is not text in UTF-8",
                     where=where,
                     value=str(file),
-                    allowed="text, .jsonl, .parquet, tokens as .npy or .bin with .idx, or a folder "
-                    "with train.tokens",
+                    allowed="text, .jsonl, .parquet, .array_record, a folder of MDS shards, tokens "
+                    "as .npy or .bin with .idx, or a folder with train.tokens",
                     cure="convert it to UTF-8 text, or prepare the original text again",
                 )
     if skipped:
@@ -107,7 +115,7 @@ def find_files(
             "there is no text in it" if found else "there are no text files in it",
             where=where,
             value=", ".join(map(str, paths)),
-            allowed="text files, .jsonl, .parquet",
+            allowed="text files, .jsonl, .parquet, .array_record, MDS",
             cure="name a file or folder that holds text",
         )
     return list(found.values())
@@ -161,7 +169,8 @@ def read_pieces(
     """Read the documents of one file.
 
     Args:
-        file: the file. A text file is one document, a line of JSONL or a row of Parquet is one.
+        file: the file. A text file is one document, a line of JSONL, a row of Parquet or a
+            record is one.
         column: the field that holds the text; by default `text`, `content` or the only string.
         reached: called now and then with the position in the file, in bytes.
 
@@ -176,6 +185,11 @@ def read_pieces(
             yield from _parquet(file, column, reached)
         elif file.kind == "jsonl":
             yield from _jsonl(file, column, reached)
+        elif file.kind in ("mds", "array_record"):
+            read = read_mds if file.kind == "mds" else read_array_record
+            for text, done in read(file.path, column):
+                yield from _pieces(text)
+                reached(round(file.size * done))
         else:
             yield from _text(file, reached)
         reached(file.size)
@@ -216,6 +230,19 @@ def read_examples(
         raise DataError(f"the file cannot be read: {error}", where=str(file.path)) from error
 
 
+def _listed(path: Path) -> list[Path]:
+    """The files of a path. Beside an index of MDS, which is no text, shards are those it has."""
+    files = _walk(path) if path.is_dir() else [path]
+    indices = {file.parent: file for file in files if is_index(file)}
+    found: list[Path] = []
+    for file in files:
+        if file == indices.get(file.parent):
+            found += [shard.path for shard in read_index(file)]
+        elif file.parent not in indices or not is_shard(file):
+            found.append(file)
+    return found
+
+
 def _walk(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
     files = []
     for folder, folders, names in os.walk(root):
@@ -229,8 +256,9 @@ def _kind(path: Path) -> Kind | None:
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     if inner.suffix in (".jsonl", ".ndjson"):
         return "examples" if looks_like_examples(_first_line(path)) else "jsonl"
-    if path.suffix == ".parquet":
-        return "parquet"
+    for kind, named_so in _BY_NAME.items():
+        if named_so(path):
+            return kind
     try:
         with _open(path) as (handle, _):
             start = handle.read(_SNIFF)
@@ -301,38 +329,9 @@ def _jsonl(file: SourceFile, column: str, reached: Reached) -> Iterator[Piece]:
                         where=where,
                         cure="one JSON object a line",
                     ) from error
-                yield from _pieces(_field(row, column, where))
+                yield from _pieces(text_of(row, column, where))
             if number % 256 == 0:
                 reached(position())
-
-
-def _field(row: Any, column: str, where: str) -> str:
-    """Return the text of a row."""
-    if isinstance(row, str) and not column:
-        return row
-    if not isinstance(row, dict):
-        raise DataError("this line is not a JSON object", where=where, value=str(row)[:80])
-    names = (
-        [column] if column else _text_columns(row, [k for k, v in row.items() if type(v) is str])
-    )
-    text = row.get(names[0]) if len(names) == 1 else None
-    if text is None and len(names) == 1 and names[0] in row:
-        return ""  # null
-    if not isinstance(text, str):
-        raise DataError(
-            "this line has no text",
-            where=where,
-            value=f"fields {', '.join(row)}",
-            allowed=column or f"a field {' or '.join(_COLUMNS)}, or a single string",
-            cure="name the field with --column",
-        )
-    return text
-
-
-def _text_columns(all_names: Any, strings: list[str]) -> list[str]:
-    """Return the columns that could be the text: one, if it is clear which."""
-    usual = [name for name in _COLUMNS if name in all_names]
-    return usual[:1] or strings
 
 
 def _parquet(file: SourceFile, column: str, reached: Reached) -> Iterator[Piece]:
@@ -352,13 +351,13 @@ def _parquet(file: SourceFile, column: str, reached: Reached) -> Iterator[Piece]
     with table:
         schema = table.schema_arrow
         strings = [f.name for f in schema if str(f.type) in ("string", "large_string")]
-        names = [column] if column else _text_columns(strings, strings)
+        names = [column] if column else text_columns(strings, strings)
         if len(names) != 1 or names[0] not in strings:
             raise DataError(
                 "the Parquet file has no column that is clearly the text",
                 where=str(file.path),
                 value=f"columns {', '.join(schema.names)}; strings: {', '.join(strings) or 'none'}",
-                allowed=column or f"{' or '.join(_COLUMNS)}, or a single string column",
+                allowed=column or f"{' or '.join(COLUMNS)}, or a single string column",
                 cure="name the column with --column",
             )
         rows, done = max(1, table.metadata.num_rows), 0

@@ -28,7 +28,7 @@ from shardtrain.data.documents import (
 from shardtrain.data.examples import BadRecordPolicy, BadRecords
 from shardtrain.data.megatron import chunks
 from shardtrain.data.prepare_examples import write_examples
-from shardtrain.data.token_arrays import TokenArray, Vocabulary, open_arrays, vocabulary
+from shardtrain.data.token_arrays import Tokens, Vocabulary, open_arrays, vocabulary
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenFile, TokenWriter, Verify
 from shardtrain.data.wordpiece import make_tokenizer
@@ -73,7 +73,8 @@ def prepare(
     """Turn text into `train.tokens` and `validation.tokens`.
 
     Args:
-        paths: text files, JSONL, Parquet, and folders of them; or arrays of tokens.
+        paths: text files, JSONL, Parquet, MDS, ArrayRecord, and folders of them; or arrays of
+            tokens.
         out: the folder to write to; token files in it are replaced.
         tokenizer: `bytes`, the path of a `tokenizer.json`, or `wordpiece:N` to learn one of at most
             N tokens from the text; the file is left in `out`.
@@ -337,14 +338,14 @@ def _are_examples(files: Sequence[SourceFile]) -> bool:
 
 
 def _write_arrays(
-    arrays: Sequence[TokenArray],
+    arrays: Sequence[Tokens],
     split: Split,
     train: TokenWriter,
     validation: TokenWriter,
     progress: Progress,
 ) -> None:
     """Copy every document of tokens into the one file or the other."""
-    total, done = sum(array.tokens.nbytes for array in arrays), 0
+    total, done = sum(array.nbytes for array in arrays), 0
     for array in arrays:
         for tokens in array.documents():
             start = tokens[: PIECE // 8].astype("<i8").tobytes()

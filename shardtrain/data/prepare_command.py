@@ -24,7 +24,7 @@ def prepare_command(
     """Prepare with a progress bar and a summary on standard error: `shardtrain prepare`.
 
     Args:
-        paths: text files, JSONL, Parquet, and folders of them; or arrays of tokens.
+        paths: text files, JSONL, Parquet, MDS, ArrayRecord, folders of them; or arrays of tokens.
         out: the folder to write to.
         tokenizer: `bytes`, the path of a `tokenizer.json`, or `wordpiece:N`.
         validation_fraction: part of the documents kept for validation.

@@ -1,29 +1,37 @@
-"""Arrays of tokens that others have made: NumPy's `.npy`, Megatron-LM's `.bin` and `.idx`.
+"""Tokens that others have made: NumPy's `.npy`, Megatron-LM's `.bin` and `.idx`, MosaicML's MDS.
 
 Owns: which paths are such arrays, and their documents, checked. Does not own: the token files that
-are made of them, and Megatron-LM's format.
+are made of them, and the formats of others (`megatron`, `mds`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardtrain.data.mds import INDEX, TokenShards, is_index, read_index, token_column
 from shardtrain.data.megatron import chunks, read_megatron
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors import DataError
 
 
 def array_path(path: Path) -> Path | None:
-    """Return the `.npy` or `.idx` file that a path stands for; None if it is no such array.
+    """Return the file that a path of tokens stands for; None if it is no such array.
 
     Args:
-        path: the file itself, Megatron-LM's `.bin`, or the name that its two files have in common.
+        path: the file itself, Megatron-LM's `.bin`, the name that its two files have in common, or
+            a folder of MDS shards with tokens and no text, or its index.
+
+    Raises:
+        DataError: an index of MDS shards is damaged.
     """
+    index = path / INDEX if path.is_dir() else path
+    if is_index(index):
+        return index if token_column(read_index(index)) else None
     if path.suffix in (".npy", ".idx") and path.is_file():
         return path
     if path.suffix == ".bin":
@@ -35,8 +43,28 @@ def array_path(path: Path) -> Path | None:
 
 def array_files(path: Path) -> tuple[Path, ...]:
     """Return the files of an array: its size and time are theirs."""
+    if path.name == INDEX:
+        return (path, *(shard.path for shard in read_index(path)))
     data = path.with_suffix(".bin")
     return (path, data) if path.suffix == ".idx" and data.is_file() else (path,)
+
+
+class Tokens(Protocol):
+    """Tokens in documents."""
+
+    @property
+    def path(self) -> Path:
+        """The file that they are named by."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is to read."""
+
+    def largest(self) -> int:
+        """The largest token."""
+
+    def documents(self) -> Iterator[NDArray[np.integer[Any]]]:
+        """The documents in order, without empty ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +105,11 @@ class TokenArray:
         tokens = np.asarray(array.reshape(-1))
         return cls(path, tokens, np.arange(0, tokens.size + 1, length, dtype=np.int64))
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tokens."""
+        return self.tokens.nbytes
+
     def largest(self) -> int:
         """Read all of it for its largest token.
 
@@ -100,9 +133,21 @@ class TokenArray:
                 yield self.tokens[start:stop]
 
 
-def open_arrays(paths: Sequence[Path]) -> list[TokenArray]:
-    """Open arrays one after another; see `TokenArray.open`."""
-    return [TokenArray.open(path) for path in paths]
+def open_arrays(paths: Sequence[Path]) -> list[Tokens]:
+    """Open arrays one after another; see `TokenArray.open`.
+
+    Args:
+        paths: of `array_path`.
+
+    Raises:
+        DataError: one is damaged, or none of whole numbers.
+    """
+    return [
+        TokenShards(path, token_column(read_index(path)))
+        if path.name == INDEX
+        else TokenArray.open(path)
+        for path in paths
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +165,7 @@ class Vocabulary:
         return cls(tokenizer.vocab_size, tokenizer.name, tokenizer.digest)
 
 
-def vocabulary(arrays: Sequence[TokenArray], tokenizer: Tokenizer) -> Vocabulary:
+def vocabulary(arrays: Sequence[Tokens], tokenizer: Tokenizer) -> Vocabulary:
     """Find the vocabulary of tokens that others have made.
 
     Args:

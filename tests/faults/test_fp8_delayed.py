@@ -30,7 +30,10 @@ def trained(layout: dict[str, Any], steps: int = 2) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 1},
+        pytest.param(
+            {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 1},
+            marks=pytest.mark.campaign,
+        ),
         {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 3, "train.remat": "full"},
         {"mesh.tensor": 2, "model.layer_loop": "scan"},
     ],

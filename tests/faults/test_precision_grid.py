@@ -38,8 +38,13 @@ RESTS = {
 }
 """What parameters, masters and moments rest in."""
 CASES = [
-    (precision, zero)
-    for precision in LEAST
+    pytest.param(
+        precision,
+        zero,
+        # By default each precision at one stage, and each stage with two of them.
+        marks=() if zero == number % 4 else pytest.mark.campaign,
+    )
+    for number, precision in enumerate(LEAST)
     for zero in range(4)
     if "reduce" not in precision or zero <= 1
 ]

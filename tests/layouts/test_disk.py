@@ -89,7 +89,10 @@ def make_run(folder: Path, **overrides: Any) -> Run:
 def stepper(run: Run) -> Callable[[Any, int, int], Any]:
     """(state, first, last) -> the state after these batches; compiled as users compile it, since
     the tests' own options round according to what is fused."""
-    options: dict[str, Any] = {"xla_backend_optimization_level": 3}
+    options: dict[str, Any] = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         options["xla_cpu_use_fusion_emitters"] = True
     lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
