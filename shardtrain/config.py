@@ -21,10 +21,17 @@ from shardtrain.config_language import known_tokens, language_faults
 from shardtrain.config_lora import lora_faults
 from shardtrain.config_offload import offload_faults
 from shardtrain.config_precision import mesh_precision_faults, precision_faults
+from shardtrain.config_recommenders import recommender_faults
 from shardtrain.config_text import template, write
-from shardtrain.data.config import DataConfig, ImageDataConfig
+from shardtrain.data.config import DataConfig, ImageDataConfig, InteractionsConfig
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import LoraConfig, ResNetConfig, TransformerConfig
+from shardtrain.models.config import (
+    DlrmConfig,
+    LoraConfig,
+    ResNetConfig,
+    TransformerConfig,
+    TwoTowerConfig,
+)
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
@@ -33,7 +40,12 @@ from shardtrain.strategies.config import (
     PipelineConfig,
     TrainConfig,
 )
-from shardtrain.tasks.config import ImageClassificationConfig, LanguageModelConfig
+from shardtrain.tasks.config import (
+    ClickConfig,
+    ImageClassificationConfig,
+    LanguageModelConfig,
+    RetrievalConfig,
+)
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
     EvalConfig,
@@ -47,14 +59,22 @@ from shardtrain.train.config import (
 MODELS: Final[dict[str, type[BaseModel]]] = {
     "transformer": TransformerConfig,
     "resnet": ResNetConfig,
+    "dlrm": DlrmConfig,
+    "two_tower": TwoTowerConfig,
 }
 """Section class of each `model.type`."""
 TASKS: Final[dict[str, type[BaseModel]]] = {
     "language_model": LanguageModelConfig,
     "image_classification": ImageClassificationConfig,
+    "click": ClickConfig,
+    "retrieval": RetrievalConfig,
 }
 """Section class of each `task.type`."""
-DATA: Final[dict[str, type[BaseModel]]] = {"text": DataConfig, "images": ImageDataConfig}
+DATA: Final[dict[str, type[BaseModel]]] = {
+    "text": DataConfig,
+    "images": ImageDataConfig,
+    "interactions": InteractionsConfig,
+}
 """Section class of each `data.type`."""
 TYPES: Final = {"model": MODELS, "task": TASKS, "data": DATA}
 """The sections that have a class for each type."""
@@ -66,10 +86,10 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: RunSection
-    model: TransformerConfig | ResNetConfig
+    model: TransformerConfig | ResNetConfig | DlrmConfig | TwoTowerConfig
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    task: LanguageModelConfig | ImageClassificationConfig
-    data: DataConfig | ImageDataConfig
+    task: LanguageModelConfig | ImageClassificationConfig | ClickConfig | RetrievalConfig
+    data: DataConfig | ImageDataConfig | InteractionsConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -100,9 +120,33 @@ class ImageRunConfig(RunConfig):
     data: ImageDataConfig
 
 
+class RecommenderRunConfig(RunConfig):
+    """A run that learns from interactions of users with items."""
+
+    model: DlrmConfig | TwoTowerConfig
+    task: ClickConfig | RetrievalConfig
+    data: InteractionsConfig
+
+
+class DlrmRunConfig(RecommenderRunConfig):
+    """A run that learns how likely a click is."""
+
+    model: DlrmConfig
+    task: ClickConfig = Field(default_factory=ClickConfig)
+
+
+class TwoTowerRunConfig(RecommenderRunConfig):
+    """A run that learns which items to retrieve."""
+
+    model: TwoTowerConfig
+    task: RetrievalConfig = Field(default_factory=RetrievalConfig)
+
+
 RUNS: Final[dict[str, type[RunConfig]]] = {
     "transformer": LanguageRunConfig,
     "resnet": ImageRunConfig,
+    "dlrm": DlrmRunConfig,
+    "two_tower": TwoTowerRunConfig,
 }
 """What a run of each `model.type` is: with it go the types of its task and its data."""
 
@@ -408,8 +452,25 @@ def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[Co
     ]
 
 
+def _recommender_faults(
+    config: RecommenderRunConfig, degrees: Mapping[str, int]
+) -> list[ConfigError]:
+    return recommender_faults(
+        config.model,
+        config.data,
+        config.train,
+        config.sharding,
+        config.offload,
+        degrees,
+        optimizer=config.optimizer,
+        rank=config.lora.rank,
+    )
+
+
 FAULTS: Final[dict[type[RunConfig], Callable[[Any, Mapping[str, int]], list[ConfigError]]]] = {
     LanguageRunConfig: _language_faults,
     ImageRunConfig: _image_faults,
+    DlrmRunConfig: _recommender_faults,
+    TwoTowerRunConfig: _recommender_faults,
 }
 """What may be wrong about each kind of run, beyond what may be about all."""

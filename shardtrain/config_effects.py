@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from shardtrain.config import ImageRunConfig, LanguageRunConfig, RunConfig
+from shardtrain.config import (
+    DlrmRunConfig,
+    ImageRunConfig,
+    LanguageRunConfig,
+    RecommenderRunConfig,
+    RunConfig,
+    TwoTowerRunConfig,
+)
 from shardtrain.optim.config import WITH_SECOND_MOMENT
 from shardtrain.strategies.precision_words import parse_precision
 
@@ -92,6 +99,32 @@ def _images(config: ImageRunConfig) -> Iterator[tuple[str, str]]:
     folders = [Path(config.data.path) / name for name in ("val", "valid", "validation", "test")]
     if config.data.path and any(folder.is_dir() for folder in folders):
         yield "data.validation_fraction", "the data has images for validation of its own"
+
+
+def _recommenders(config: RecommenderRunConfig) -> Iterator[tuple[str, str]]:
+    model, data = config.model, config.data
+    yield "eval.sample_tokens", "a recommender writes no text"
+    yield "targets.tokens_per_second", "there are no tokens; targets.mfu is one for any run"
+    if all(size <= model.dense_rows for size in model.table_sizes):
+        why = f"no table has more than model.dense_rows={model.dense_rows} rows"
+        for key in ("placement", "table_parts", "table_optimizer", "table_rate", "table_epsilon"):
+            yield f"model.{key}", why
+    elif model.freeze_tables:
+        for key in ("table_optimizer", "table_rate", "table_epsilon"):
+            yield f"model.{key}", "model.freeze_tables=True moves no table"
+    elif model.table_optimizer == "sgd":
+        yield "model.table_epsilon", 'model.table_optimizer="sgd" has none'
+    if data.path:
+        yield "data.generated", "data.path has interactions"
+    else:
+        for key in ("format", "bad_rows", "cache", "shards"):
+            yield f"data.{key}", "interactions are generated"
+    if not data.path or data.format in ("movielens", "criteo"):
+        why = "only csv and parquet have columns with names"
+        for key in ("label", "dense", "ids", "hash_ids"):
+            yield f"data.{key}", why
+    if data.format in ("criteo", "csv", "parquet") or not data.path:
+        yield "data.positive", "only movielens has ratings"
 
 
 def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
@@ -192,5 +225,7 @@ def _times(config: RunConfig) -> Iterator[tuple[str, str]]:
 EFFECTS: Final[dict[type[RunConfig], Callable[[Any], Iterator[tuple[str, str]]]]] = {
     LanguageRunConfig: _language,
     ImageRunConfig: _images,
+    DlrmRunConfig: _recommenders,
+    TwoTowerRunConfig: _recommenders,
 }
 """What has no effect in each kind of run, beyond what has none in any."""

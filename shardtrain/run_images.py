@@ -18,6 +18,7 @@ from shardtrain.data.loader import Rows
 from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_image
 from shardtrain.models.resnet import ResNet
+from shardtrain.optim.tables import RowRule, RowSgd
 from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.parts import Runner
@@ -57,6 +58,18 @@ class ImageWork:
     def sample_tokens(self) -> int:
         """Tokens that the model writes at the end."""
         return 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def training(self) -> None:
+        """As `[lora]` says."""
+
+    def row_rule(self) -> RowRule:
+        """There are no tables with gradients of rows."""
+        return RowSgd()
 
     def known_size(self) -> int | None:
         """Classes, where the config says how many."""

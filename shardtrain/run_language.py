@@ -17,6 +17,7 @@ from shardtrain.data.loader import Rows
 from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.models.transformer import Transformer
+from shardtrain.optim.tables import RowRule, RowSgd
 from shardtrain.plan.stages import make_stages
 from shardtrain.sharding.mesh import mesh_platform
 from shardtrain.sharding.rules import Table
@@ -60,6 +61,18 @@ class LanguageWork:
     def sample_tokens(self) -> int:
         """Tokens that the model writes at the end."""
         return self.config.eval.sample_tokens
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def training(self) -> None:
+        """As `[lora]` says."""
+
+    def row_rule(self) -> RowRule:
+        """There are no tables with gradients of rows."""
+        return RowSgd()
 
     def known_size(self) -> int | None:
         """Tokens, where the config says how many."""
