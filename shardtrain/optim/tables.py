@@ -11,12 +11,11 @@ from typing import Any, Final, Protocol
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
+from shardtrain.ops.row_update import Move, Total, update_rows
 from shardtrain.optim.sweep import Advance, MakeTransform, Numbers, Sweep, Whole
-from shardtrain.sharding.placement import Placement, leaves_by_path, mesh_axes
+from shardtrain.sharding.placement import Placement, leaves_by_path
 from shardtrain.sharding.row_gradient import (
-    RowGradient,
     apart,
     table_paths,
     together_again,
@@ -135,91 +134,26 @@ class WithTables:
         places = dict(leaves_by_path(self.placement.optimizer))
         cells: dict[str, PyTree] = {}
         for path in tables:
-            tables[path], cells[path] = update_table(
-                self.rule, numbers, places[path], found[path], tables[path], old_cells[path]
+            move = self._move(numbers, tables[path].shape[-1])
+            tables[path], cells[path] = update_rows(
+                move, places[path], found[path], tables[path], old_cells[path]
             )
         transform = {OTHERS: after["transform"], TABLES: together_again({}, cells)}
         return together_again(others, tables), {"transform": transform}
 
+    def _move(self, numbers: Numbers, width: int) -> Move:
+        """The arithmetic for some rows of a table of that width."""
+        factor, rate, moved = numbers
 
-def update_table(
-    rule: RowRule,
-    numbers: Numbers,
-    place: NamedSharding,
-    gradient: RowGradient | jax.Array,
-    table: jax.Array,
-    cells: PyTree,
-) -> tuple[jax.Array, PyTree]:
-    """Moves the rows of a table that have a gradient.
+        def move(
+            old: jax.Array, cells: PyTree, grads: jax.Array, total: Total
+        ) -> tuple[jax.Array, PyTree]:
+            grads = grads * jnp.asarray(factor, grads.dtype)
+            squares = total(jnp.sum(jnp.square(grads), -1, keepdims=True)) / width
+            new, direction = self.rule.step(cells, grads, squares)
+            step = rate.astype(old.dtype) * jnp.asarray(self.rule.rate, old.dtype)
+            # Chosen and not multiplied: zero times infinity is no number.
+            rows = jnp.where(moved, old - step * direction, old)
+            return rows, jax.tree.map(lambda now, was: jnp.where(moved, now, was), new, cells)
 
-    Args:
-        rule: how.
-        numbers: what gradients are multiplied by, the learning rate, and whether anything moves.
-        place: where the table rests.
-        gradient: of some rows; or of all, for comparisons.
-        table: [rows, width].
-        cells: from `RowRule.init`.
-
-    Returns:
-        The table, and its cells.
-    """
-    factor, rate, moved = numbers
-    rows_over, width_over = (mesh_axes(entry) for entry in (*place.spec, None, None)[: table.ndim])
-    if not isinstance(gradient, RowGradient):
-        gradient = _all_rows(gradient, place, rows_over)
-    width = table.shape[1]
-
-    def move(ids: jax.Array, rows: jax.Array, table: jax.Array, cells: PyTree) -> Any:
-        at, grads = ids[0], rows[0] * jnp.asarray(factor, rows.dtype)
-        squares = jnp.sum(jnp.square(grads), -1, keepdims=True)
-        if width_over:
-            squares = jax.lax.psum(squares, width_over)
-        old = _take(table, at)
-        kept = jax.tree.map(lambda cell: _take(cell, at), cells)
-        new, direction = rule.step(kept, grads, squares / width)
-        step = rate.astype(old.dtype) * jnp.asarray(rule.rate, old.dtype)
-        # Chosen and not multiplied: zero times infinity is no number.
-        after = jnp.where(moved, old - step * direction, old)
-        new = jax.tree.map(lambda fresh, was: jnp.where(moved, fresh, was), new, kept)
-        return _put(table, at, after), jax.tree.map(lambda c, n: _put(c, at, n), cells, new)
-
-    arguments = (gradient.ids, gradient.rows, table, cells)
-    moved_on: tuple[jax.Array, PyTree]
-    if not (rows_over or width_over):
-        moved_on = move(*arguments)
-        return moved_on
-    here = PartitionSpec(rows_over or None)
-    specs = (
-        here,
-        PartitionSpec(rows_over or None, None, width_over or None),
-        place.spec,
-        jax.tree.map(lambda _: here, cells),
-    )
-    mapped = jax.shard_map(
-        move, mesh=place.mesh, in_specs=specs, out_specs=specs[2:], check_vma=False
-    )
-    moved_on = mapped(*arguments)
-    return moved_on
-
-
-def _take(rows: jax.Array, at: jax.Array) -> jax.Array:
-    taken: jax.Array = rows.at[at].get(
-        mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
-    )
-    return taken
-
-
-def _put(rows: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
-    """Rows written back; what stands for none is left out."""
-    put: jax.Array = rows.at[at].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-    return put
-
-
-def _all_rows(grads: jax.Array, place: NamedSharding, rows_over: tuple[str, ...]) -> RowGradient:
-    """A whole gradient as one of rows."""
-    blocks = 1
-    for axis in rows_over:
-        blocks *= place.mesh.shape[axis]
-    rows = grads.reshape(blocks, -1, grads.shape[-1])
-    ids = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape[:2])
-    return RowGradient(ids, rows)
+        return move
