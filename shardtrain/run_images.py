@@ -71,6 +71,11 @@ class ImageWork:
         """There are no tables with gradients of rows."""
         return RowSgd()
 
+    def row_gradient_bytes(self, num_devices: int) -> int:
+        """There are none."""
+        del num_devices
+        return 0
+
     def known_size(self) -> int | None:
         """Classes, where the config says how many."""
         return self.config.model.num_classes or None

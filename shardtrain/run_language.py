@@ -74,6 +74,11 @@ class LanguageWork:
         """There are no tables with gradients of rows."""
         return RowSgd()
 
+    def row_gradient_bytes(self, num_devices: int) -> int:
+        """There are none."""
+        del num_devices
+        return 0
+
     def known_size(self) -> int | None:
         """Tokens, where the config says how many."""
         return self.config.model.vocab_size or known_vocab(self.config)

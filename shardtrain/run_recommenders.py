@@ -132,6 +132,12 @@ class RecommenderWork:
             return RowSgd(model.table_rate)
         return RowAdagrad(model.table_rate, model.table_epsilon)
 
+    def row_gradient_bytes(self, num_devices: int) -> int:
+        """Bytes on one of so many devices of gradients that are rows."""
+        if self.config.model.freeze_tables:
+            return 0
+        return self.tables.gradient_bytes(self.config.data.batch_size, num_devices)
+
     def runner(self, mesh: Mesh | AbstractMesh, size: int) -> Runner:
         """Microbatches one after another, with gradients of rows where tables are trained so."""
         del mesh, size

@@ -86,6 +86,9 @@ class Work(Protocol):
     def row_rule(self) -> RowRule:
         """What moves tables whose gradients are rows."""
 
+    def row_gradient_bytes(self, num_devices: int) -> int:
+        """Bytes on one of so many devices of gradients that are rows."""
+
     def known_size(self) -> int | None:
         """The size where the config says it; None where only the data does."""
 

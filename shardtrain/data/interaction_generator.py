@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from shardtrain.data.interactions import record
 
 _SEED: Final = 20_240_501
-_RANK: Final = 3
+_RANK: Final = 2
 """Width of the true vectors."""
-_BIAS, _PAIR, _DENSE = 0.7, 1.5, 0.7
+_BIAS, _PAIR, _DENSE = 0.7, 1.2, 0.7
 """Spread of the log odds that come of each."""
 
 

@@ -78,6 +78,23 @@ class TableLayout:
         """Those that are split over devices."""
         return tuple(bank for bank in self.banks if bank.kind != WHOLE)
 
+    def gradient_bytes(self, batch: int, num_devices: int) -> int:
+        """Bytes on one device of the gradient of a batch's rows, in float32.
+
+        Args:
+            batch: samples of a step.
+            num_devices: that tables are split over.
+        """
+        total = 0
+        for bank in self.split:
+            slots, width = len(bank.slots), self.width
+            if bank.kind == "tables":
+                slots //= num_devices
+            elif bank.kind == "columns":
+                width //= num_devices
+            total += 4 * batch * slots * (width + 1)
+        return total
+
     def words(self) -> list[str]:
         """A line for each kind: which fields, how many rows and bytes of float32."""
         lines = []

@@ -24,8 +24,9 @@ _NAMES: Final = {
     "columns": (None, "columns"),
     "tables": ("tables", None),
 }
-_START: Final = 0.01
-"""Standard deviation of first values: a row that was never used should hardly matter."""
+_START: Final = 0.1
+"""Standard deviation of first values. With much smaller ones products of vectors start slowly: with
+0.01 the generated interactions have an AUC of 0.755 in place of 0.807 after 800 steps."""
 _LOOKED_UP: Final = 3
 """Dims of rows that somebody has looked up already, and put in the place of the table."""
 
