@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from shardtrain.checkpoint import folder
 from shardtrain.errors import ConfigError
 from shardtrain.interop.hf_config import CONFIG_FILE, read_folder
-from shardtrain.models.config import TransformerConfig
+from shardtrain.models.config import DlrmConfig, TransformerConfig, TwoTowerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
-_FREE = ("dropout", "attention", "layer_loop")
+_FREE = (
+    *("dropout", "attention", "layer_loop"),
+    *("table_optimizer", "table_rate", "table_epsilon", "freeze_tables"),
+)
 """Keys of the model that do not change what its weights mean."""
+_MODELS: Mapping[str, type[BaseModel]] = {"dlrm": DlrmConfig, "two_tower": TwoTowerConfig}
+"""Models besides transformers whose weights may be begun with."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,8 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, Mapping) for part in (run, model, data)):
         return sections
     name = run.get("init")
-    if not name or not isinstance(name, str) or set(TransformerConfig.model_fields) <= set(model):
+    kind = _MODELS.get(str(model.get("type", "")), TransformerConfig)
+    if not name or not isinstance(name, str) or set(kind.model_fields) <= set(model):
         return sections  # a run that goes on has its whole model written down
     origin = find_origin(name)
     theirs, tokenizer = _theirs(origin)
@@ -90,7 +98,7 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
                 cure=f"leave model.{key} out: it is taken from {name}",
             )
     sections["model"] = {**theirs, **model}
-    if tokenizer and "tokenizer" not in data:
+    if tokenizer and "tokenizer" not in data and kind is TransformerConfig:
         sections["data"] = {**data, "tokenizer": tokenizer}
     return sections
 

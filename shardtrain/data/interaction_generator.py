@@ -38,7 +38,8 @@ def generate(count: int, sizes: Sequence[int], num_dense: int) -> Generated:
         sizes: ids of each field; low ones are frequent.
         num_dense: numbers that are no ids.
     """
-    random = np.random.Generator(np.random.Philox(_SEED))
+    # The truth is drawn apart, so that it is the same for any number of interactions.
+    truth, random = (np.random.Generator(np.random.Philox([_SEED, use])) for use in range(2))
     records = np.zeros(count, record(num_dense, len(sizes)))
     odds = np.zeros(count)
     vectors = []
@@ -46,8 +47,8 @@ def generate(count: int, sizes: Sequence[int], num_dense: int) -> Generated:
         # With the square of an even draw the first percent of ids has a tenth of all interactions.
         ids = np.minimum(size * random.random(count) ** 2, size - 1).astype(np.int32)
         records["ids"][:, place] = ids
-        odds += _BIAS * random.standard_normal(size)[ids]
-        vectors.append(random.standard_normal((size, _RANK))[ids])
+        odds += _BIAS * truth.standard_normal(size)[ids]
+        vectors.append(truth.standard_normal((size, _RANK))[ids])
     pairs = len(sizes) * (len(sizes) - 1) // 2
     for first in range(len(sizes)):
         for second in range(first):
@@ -56,6 +57,6 @@ def generate(count: int, sizes: Sequence[int], num_dense: int) -> Generated:
     dense = random.standard_normal((count, num_dense))
     records["dense"] = dense
     if num_dense:
-        odds += dense @ (_DENSE * random.standard_normal(num_dense) / num_dense**0.5)
+        odds += dense @ (_DENSE * truth.standard_normal(num_dense) / num_dense**0.5)
     records["label"] = random.random(count) < 1 / (1 + np.exp(-odds))
     return Generated(records, odds)

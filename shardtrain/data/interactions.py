@@ -76,6 +76,8 @@ class Part:
         if self.numbers is not None:
             found: NDArray[np.int64] = self.numbers[places]
             return found
+        if not len(places):  # nor is there an order of no rows
+            return places
         return permute(self.first + places, self.total, keys(_SPLIT_SEED, 0))
 
 

@@ -25,6 +25,8 @@ KEYS = (
     "val_loss",
     "val_top1",
     "val_top5",
+    "val_auc",
+    "val_recall",
     "grad_norm",
     "learning_rate",
     "tokens",
