@@ -71,7 +71,7 @@ def test_recall_counts_the_items_that_go_before() -> None:
     with jax.enable_x64(True):
         program, data = program_of(case), interactions(100)
         params = jax.device_get(program.init().params)
-        model = nnx.merge(program.graph, params)
+        model = nnx.merge(program.graph, jax.tree.map(jnp.asarray, params))
         every = data.source.take(np.arange(100))
         own = every["ids"][:, -1]
         user, item = model(jnp.asarray(every["dense"]), jnp.asarray(every["ids"]))
