@@ -72,10 +72,6 @@ def _facts(report: "Report") -> Table:
     found = report.examples_per_second if examples else report.tokens_per_second
     speed = "-" if found is None else f"{found:,.0f}"
     top = "" if report.val_top1 is None else f", {report.val_top1:.2%} right"
-    if report.val_auc is not None:
-        top = f", AUC {report.val_auc:.4f}"
-    if report.val_recall is not None:
-        top = f", recall {report.val_recall:.2%}"
     mfu = "" if report.mfu is None else f", mfu {report.mfu:.1%}"
     counts = [f"{n} {word}" for name, word in _WORDS.items() if (n := report.happened[name])]
     steps = "-" if report.step_time is None else f"{report.step_time:.3g} s a step"
@@ -87,6 +83,8 @@ def _facts(report: "Report") -> Table:
         price = f"{report.cost:,.2f} for {report.device_hours:.3g} device hours"
     for name, text in (
         ("loss", f"{_number(report.loss)}, validation {_number(report.val_loss)}{top}"),
+        *([("AUC", f"{report.val_auc:.4f}")] if report.val_auc is not None else []),
+        *([("recall", f"{report.val_recall:.2%}")] if report.val_recall is not None else []),
         ("examples/s" if examples else "tokens/s", f"{speed}{mfu}, {steps} (medians)"),
         ("saves", f"{saves.count}{took}, {human_bytes(saves.bytes)}"),
         ("newest", newest),
