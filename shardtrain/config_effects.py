@@ -116,6 +116,8 @@ def _recommenders(config: RecommenderRunConfig) -> Iterator[tuple[str, str]]:
         yield "model.table_epsilon", 'model.table_optimizer="sgd" has none'
     if data.path:
         yield "data.generated", "data.path has interactions"
+        if not data.validation_fraction:
+            yield "eval.steps", "data.validation_fraction=0 keeps nothing to evaluate on"
     else:
         for key in ("format", "bad_rows", "cache", "shards"):
             yield f"data.{key}", "interactions are generated"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from shardtrain.data.config import InteractionsConfig
+from shardtrain.data.interaction_formats import misfits
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import DlrmConfig, TwoTowerConfig
 from shardtrain.optim.config import OptimizerConfig
@@ -23,8 +24,6 @@ _WITHOUT: Final[Mapping[str, str]] = {
 }
 _FIXED: Final = ("batch", "rows", "tables", "columns")
 """Axes whose rules the exchange of rows counts on."""
-_FORMS: Final = {"movielens": (2, (0, 1)), "criteo": (26, (13,))}
-"""Fields of a format, and how many numbers it may have."""
 
 
 def recommender_faults(
@@ -151,21 +150,5 @@ def _columns(model: Model, data: InteractionsConfig) -> Iterator[ConfigError]:
             "two towers need a table for the user and, last, one for the item",
             where=f"model.table_sizes={model.table_sizes}",
         )
-    form = _FORMS.get(data.format)
-    if data.path and form is not None and (fields != form[0] or numbers not in form[1]):
-        there = " or ".join(map(str, form[1]))
-        yield ConfigError(
-            f"such rows have {form[0]} ids and {there} numbers, and the model reads {fields} and "
-            f"{numbers}",
-            where=f'data.format="{data.format}"',
-            cure="give model.table_sizes and model.num_dense accordingly",
-        )
-    if data.path and data.format in ("csv", "parquet"):
-        for key, names, wanted, of in (
-            ("ids", data.ids, fields, "model.table_sizes"),
-            ("dense", data.dense, numbers, "model.num_dense"),
-        ):
-            if len(names) != wanted:
-                yield ConfigError(
-                    f"{of} wants {wanted} of them, one a column", where=f"data.{key}={names}"
-                )
+    if data.path and data.format != "auto":
+        yield from misfits(data.format, data, fields=fields, num_dense=numbers)

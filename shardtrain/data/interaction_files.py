@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from shardtrain.data.config import InteractionsConfig
-from shardtrain.data.interaction_formats import Schema
+from shardtrain.data.interaction_formats import Schema, misfits
 from shardtrain.data.interaction_generator import Generated, generate
 from shardtrain.data.interaction_shards import Shard, open_shard
 from shardtrain.data.interactions import Interactions, LocalInteractions, Shards, split
-from shardtrain.errors import DataError
+from shardtrain.errors import DataError, raise_all
 from shardtrain.sharding.processes import Processes, told_by_all
 
 Say = Callable[[str], None]
@@ -122,6 +122,7 @@ def _read(
     """Rows of files, their digest, what they are in words, and how many could not be used."""
     files = _files(config)
     kind = _format(config, files)
+    raise_all(misfits(kind, config, fields=len(schema.sizes), num_dense=schema.num_dense))
     if config.shards == "local":
         files = _own(files, peers)
     shards = [open_shard(file, kind, schema, say) for file in files]

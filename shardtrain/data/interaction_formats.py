@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardtrain.data.config import InteractionsConfig
+from shardtrain.errors import ConfigError
 
 Row = tuple[float, list[float], list[int]]
 """Label, dense numbers, ids."""
@@ -21,6 +22,13 @@ Raises BadRowError: it cannot be used."""
 CRITEO_DENSE: Final = 13
 CRITEO_FIELDS: Final = 26
 _RATING: Final = ("userId", "movieId", "rating", "timestamp")
+
+
+_FORMS: Final = {
+    "movielens": (2, (0, 1)),
+    "criteo": (CRITEO_FIELDS, (CRITEO_DENSE,)),
+}
+"""Ids of a format, and how many numbers a run may want of it."""
 
 
 class BadRowError(Exception):
@@ -35,6 +43,39 @@ class Schema:
     """Rows of each field's table."""
     num_dense: int
     config: InteractionsConfig
+
+
+def misfits(
+    kind: str, config: InteractionsConfig, *, fields: int, num_dense: int
+) -> list[ConfigError]:
+    """Return why rows of a format are not what a model reads.
+
+    Args:
+        kind: the format.
+        config: the `[data]` section.
+        fields: ids that the model reads, one a table.
+        num_dense: numbers that it reads.
+    """
+    faults = []
+    if kind in _FORMS:
+        ids, numbers = _FORMS[kind]
+        if fields != ids or num_dense not in numbers:
+            fault = ConfigError(
+                f"such rows have {ids} ids and {' or '.join(map(str, numbers))} numbers, and the "
+                f"model reads {fields} and {num_dense}",
+                where=f'data.format="{kind}"',
+                cure="give model.table_sizes and model.num_dense accordingly",
+            )
+            faults.append(fault)
+        return faults
+    for key, names, wanted, of in (
+        ("ids", config.ids, fields, "model.table_sizes"),
+        ("dense", config.dense, num_dense, "model.num_dense"),
+    ):
+        if len(names) != wanted:
+            where = f"data.{key}={names}"
+            faults.append(ConfigError(f"{of} wants {wanted} of them, one a column", where=where))
+    return faults
 
 
 def parse_movielens(schema: Schema) -> Parse:

@@ -116,7 +116,7 @@ def test_it_learns_what_can_be_learned_and_says_so(
     assert cli.main(["eval", "run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["val_auc"] == pytest.approx(last["val_auc"], rel=1e-6)
-    for command in (["generate", "run"], ["export", "run", "out"]):
+    for command in (["generate", "run"], ["export", "run", "--out", "out"]):
         assert cli.main(command) == 2
         assert "there for language models alone" in capsys.readouterr().err
 

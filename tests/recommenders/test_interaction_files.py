@@ -12,7 +12,7 @@ import pytest
 from shardtrain.data.config import InteractionsConfig
 from shardtrain.data.interaction_files import open_interactions
 from shardtrain.data.interactions import Interactions
-from shardtrain.errors import DataError
+from shardtrain.errors import ConfigError, DataError
 from shardtrain.sharding.processes import Alone
 from shardtrain.tasks.ranking import auc
 
@@ -181,6 +181,14 @@ def test_a_shard_that_is_cut_off_is_said_or_used_up_to_there(tmp_path: Path) -> 
         open_files(torn, (4, 5), 1, **NAMED)
     assert "the file is cut off or damaged" in caught.value.value
     assert str(torn) in caught.value.where
+
+
+def test_rows_that_are_not_what_the_model_reads_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "u.data").write_text("1\t1\t5\t0\n")
+    with pytest.raises(ConfigError, match="such rows have 2 ids and 0 or 1 numbers"):
+        open_files(tmp_path / "u.data", (4, 5, 6), 1)
+    with pytest.raises(ConfigError, match="model.table_sizes wants 3 of them"):
+        open_files(write_csv(tmp_path / "csv"), (4, 5, 6), 1, **NAMED)
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
