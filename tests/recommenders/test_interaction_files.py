@@ -187,7 +187,7 @@ def test_rows_that_are_not_what_the_model_reads_are_refused(tmp_path: Path) -> N
     (tmp_path / "u.data").write_text("1\t1\t5\t0\n")
     with pytest.raises(ConfigError, match="such rows have 2 ids and 0 or 1 numbers"):
         open_files(tmp_path / "u.data", (4, 5, 6), 1)
-    with pytest.raises(ConfigError, match="model.table_sizes wants 3 of them"):
+    with pytest.raises(ConfigError, match=r"model\.table_sizes wants 3 of them"):
         open_files(write_csv(tmp_path / "csv"), (4, 5, 6), 1, **NAMED)
 
 
