@@ -83,29 +83,18 @@ def open_interactions(
         digest = _digest([config.generated, *sizes, num_dense])
         words = f"generated interactions{_best(made, config.validation_fraction, figure)}"
     train, held = split(len(source), config.validation_fraction, shuffle=config.shuffle)
-    validation: Data | None = None
+    shown = (config.batch_size, seed, config.shuffle, skipped)
+    data: Data = Interactions(source, train, *shown)
+    validation: Data | None = replace(data, part=held) if held.count else None
     if config.path and config.shards == "local":
-        counts = told_by_all(peers, "interactions", [train.count, held.count, digest], _PATIENCE)
+        mine = [train.count, held.count, digest]
+        counts = told_by_all(peers, "interactions", mine, _PATIENCE)
         digest = _digest([count[2] for count in counts])
-        local = LocalInteractions(
-            source=source,
-            part=train,
-            counts=tuple(count[0] for count in counts),
-            index=peers.index,
-            batch_size=config.batch_size,
-            microbatches=microbatches,
-            seed=seed,
-            shuffle=config.shuffle,
-            skipped=skipped,
-        )
-        data: Data = local
-        if any(count[1] for count in counts):
-            validation = replace(local, part=held, counts=tuple(count[1] for count in counts))
-    else:
-        whole = Interactions(source, train, config.batch_size, seed, config.shuffle, skipped)
-        data = whole
-        if held.count:
-            validation = replace(whole, part=held)
+        each, each_held = (tuple(count[use] for count in counts) for use in range(2))
+        own = LocalInteractions(source, train, *shown, each, peers.index, microbatches)
+        data, validation = own, None
+        if any(each_held):
+            validation = replace(own, part=held, counts=each_held)
     if data.num_samples < config.batch_size:
         raise DataError(
             f"too few interactions for one batch of {config.batch_size}",

@@ -168,15 +168,15 @@ class LocalInteractions:
 
     source: Shards
     part: Part
+    batch_size: int
+    seed: int
+    shuffle: bool
+    skipped: int
     counts: tuple[int, ...]
     """Rows of each process."""
     index: int
     """Of this process."""
-    batch_size: int
     microbatches: int
-    seed: int = 0
-    shuffle: bool = True
-    skipped: int = 0
 
     @property
     def num_samples(self) -> int:

@@ -50,7 +50,7 @@ def locals_of(counts: list[int], batch: int, microbatches: int) -> list[LocalInt
         part = split(count, 0.0, shuffle=True)[0]
         source = numbered([count])
         found.append(
-            LocalInteractions(source, part, tuple(counts), index, batch, microbatches, seed=4)
+            LocalInteractions(source, part, batch, 4, True, 0, tuple(counts), index, microbatches)
         )
     return found
 
