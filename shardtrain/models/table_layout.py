@@ -22,7 +22,8 @@ NOTHING: Final = -1
 """The row that looks nothing up."""
 _NARROWEST: Final = 16
 """Columns that a device's part of a row has at least: 64 bytes, the least that memory hands out."""
-_MOST_ROWS: Final = 2**31 - 1
+_MOST_ROWS: Final = 2**31 - 2**28
+"""Numbers above those of rows stand for lookups of none (`ops.tables.summed`)."""
 _WORDS: Final = {
     WHOLE: "whole on every device",
     "rows": "split by rows",

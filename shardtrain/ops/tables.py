@@ -12,8 +12,8 @@ dropped however unevenly ids fall. With n devices of b samples each, a device se
 - rows: all ids to everybody, then the sum over devices of rows of which one holds each: (n - 1) x b
   rows. An all-to-all with room for every id at every owner sends as much, after a sort.
 
-Left to itself, XLA makes an all-gather of the table, or a sum over all devices of rows for the
-whole batch, of either; so these are maps that are manual over all mesh axes (docs/decisions.md).
+Left to itself, XLA sums the rows of the whole batch over all devices, on all of them, where a table
+is split by rows; so these are maps that are manual over all mesh axes (docs/decisions.md).
 """
 
 from collections.abc import Callable
@@ -110,7 +110,8 @@ def summed(
         none: more than any id.
 
     Returns:
-        As many as there were; those that are left over are different numbers from `none` on.
+        As many as there were; those that are left over are different numbers from `none` on, for
+        which 32 bits must have room.
 
     Example:
         >>> ids, rows = summed(jnp.array([4, 2, 4]), jnp.array([[1.0], [2.0], [3.0]]), 9)

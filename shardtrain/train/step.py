@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.errors import ConfigError
-from shardtrain.models.tables import TABLES
+from shardtrain.models.tables import TABLES, Tables
 from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.ops.tables import bring_home, look_up
 from shardtrain.optim.optimizers import is_matrix
@@ -167,10 +167,10 @@ def _lookup(graph: nnx.GraphDef[Any], params: PyTree) -> Lookup | None:
     """How rows of large tables come and go, if the model has such tables."""
     if TABLES not in params:
         return None
-    banks = nnx.merge(graph, params).banks.layout.split
-    kinds = {f"{TABLES}/{bank.kind}": bank for bank in banks}
-    if not kinds:
+    tables = nnx.merge(graph, params).banks
+    if not isinstance(tables, Tables) or not tables.layout.split:
         return None
+    kinds = {f"{TABLES}/{bank.kind}": bank for bank in tables.layout.split}
 
     def ids(batch: Batch) -> dict[str, jax.Array]:
         return {path: bank.ids(batch["ids"], jnp.where) for path, bank in kinds.items()}
