@@ -65,7 +65,9 @@ class SavedWeights:
         if isinstance(training, Lora) and not is_imported(metadata):
             self._lora = training
         self._base = base_of(checkpoints)
-        if self._lora is not None or 0 in self._base.steps():
+        rests = not is_imported(metadata) and 0 in self._base.steps()
+        self._has_frozen = self._lora is not None or rests
+        if self._has_frozen:
             check_base(checkpoints, step)
             self._base_record = self._base.record(0)
 
@@ -99,10 +101,9 @@ class SavedWeights:
 
     def _own(self, path: str, sharding: Any) -> Any:
         """A parameter that is trained, or, where there are frozen ones, perhaps one of those."""
-        trained = f"params/{path}" in self._record.leaves
-        if trained or 0 not in self._base.steps():
-            return self._leaf(path, sharding)
-        return self._frozen(path, sharding)
+        if self._has_frozen and f"params/{path}" not in self._record.leaves:
+            return self._frozen(path, sharding)
+        return self._leaf(path, sharding)
 
     def _leaf(self, path: str, sharding: Any) -> Any:
         name = f"opt_state/master/{path}"
