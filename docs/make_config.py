@@ -30,7 +30,7 @@ flag, `--sharding.rules vocab tensor`, on the command line.
 
 `model.type` says what kind of run it is, and with it go the types of `[task]` and `[data]`: a
 "transformer" learns from "text", a "resnet" from "images" (docs/vision.md), a "bert" from
-"masked_text" (docs/bert.md).
+"masked_text" (docs/bert.md), a "dlrm" and a "two_tower" from "interactions" (docs/recommenders.md).
 
 `shardtrain config my.toml` prints a config with every key resolved, and says which keys have no
 effect in that run. `shardtrain config my.toml --template` writes it with the texts of this page as

@@ -19,7 +19,7 @@ from shardtrain.plan.options import PlanOptions
 from shardtrain.plan.search import room
 from shardtrain.plan.targets import Target
 from shardtrain.run_program import count_parameters, lower_step, make_program, make_report
-from shardtrain.run_work import find_size
+from shardtrain.run_work import find_size, work_of
 from shardtrain.sharding.chips import CHIPS
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.train.screen import human_bytes
@@ -63,7 +63,7 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
     chips = read_chips(options.chips) if options.chips else CHIPS
     cluster = parse_cluster(options.target, chips)
     degrees = check_mesh(config, cluster)
-    size = find_size(config)
+    size, work = find_size(config), work_of(config)
     program = make_program(
         config, vocab_size=size, mesh=abstract_mesh(degrees, platform_of(cluster))
     )
@@ -73,21 +73,23 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
         "optimizer": found.optimizer,
         "statistics and averages": found.beside,
     }
+    gradients = found.gradients + work.row_gradient_bytes(cluster.num_devices)
     compiled = _compile(options, config, size, cluster) if options.compile else None
     step = {} if compiled is None else _step(compiled)
     # Of a compiled step the arguments are the state and the batch.
-    needed = sum(step.values()) if step else sum(state.values()) + found.gradients
+    needed = sum(step.values()) if step else sum(state.values()) + gradients
     fits = needed <= room(cluster)
     count = count_parameters(program, size)
     told: dict[str, Any] = {
         "target": options.target,
         "mesh": degrees,
         "count": count,
-        "bytes_per_device": {**state, "gradients": found.gradients},
+        "bytes_per_device": {**state, "gradients": gradients},
         "compiled": step or None,
         "needed": needed,
         "room": round(room(cluster)),
         "fits": fits,
+        "notes": work.notes,
     }
     if options.json:
         print(json.dumps(told))
@@ -149,6 +151,8 @@ def _show(config: RunConfig, cluster: Cluster, told: dict[str, Any]) -> None:
     for name, size in (told["compiled"] or {}).items():
         table.add_row(f"compiled: {name}", human_bytes(size))
     console.print(table)
+    for note in told["notes"]:
+        console.print(note, soft_wrap=True)
     what = "the compiled step" if told["compiled"] else "state and gradients alone"
     verdict = "fits" if told["fits"] else "does not fit"
     console.print(

@@ -22,10 +22,23 @@ from shardtrain.config_language import known_tokens, language_faults
 from shardtrain.config_lora import lora_faults
 from shardtrain.config_offload import offload_faults
 from shardtrain.config_precision import mesh_precision_faults, precision_faults
+from shardtrain.config_recommenders import recommender_faults
 from shardtrain.config_text import template, write
-from shardtrain.data.config import DataConfig, ImageDataConfig, MaskedTextConfig
+from shardtrain.data.config import (
+    DataConfig,
+    ImageDataConfig,
+    InteractionsConfig,
+    MaskedTextConfig,
+)
 from shardtrain.errors import ConfigError, raise_all
-from shardtrain.models.config import BertConfig, LoraConfig, ResNetConfig, TransformerConfig
+from shardtrain.models.config import (
+    BertConfig,
+    DlrmConfig,
+    LoraConfig,
+    ResNetConfig,
+    TransformerConfig,
+    TwoTowerConfig,
+)
 from shardtrain.optim.config import OptimizerConfig
 from shardtrain.sharding.config import MeshConfig, ShardingConfig
 from shardtrain.strategies.config import (
@@ -34,7 +47,13 @@ from shardtrain.strategies.config import (
     PipelineConfig,
     TrainConfig,
 )
-from shardtrain.tasks.config import ImageClassificationConfig, LanguageModelConfig, MaskedLmConfig
+from shardtrain.tasks.config import (
+    ClickConfig,
+    ImageClassificationConfig,
+    LanguageModelConfig,
+    MaskedLmConfig,
+    RetrievalConfig,
+)
 from shardtrain.train.chaos_words import parse_chaos
 from shardtrain.train.config import (
     EvalConfig,
@@ -49,18 +68,23 @@ MODELS: Final[dict[str, type[BaseModel]]] = {
     "transformer": TransformerConfig,
     "resnet": ResNetConfig,
     "bert": BertConfig,
+    "dlrm": DlrmConfig,
+    "two_tower": TwoTowerConfig,
 }
 """Section class of each `model.type`."""
 TASKS: Final[dict[str, type[BaseModel]]] = {
     "language_model": LanguageModelConfig,
     "image_classification": ImageClassificationConfig,
     "masked_lm": MaskedLmConfig,
+    "click": ClickConfig,
+    "retrieval": RetrievalConfig,
 }
 """Section class of each `task.type`."""
 DATA: Final[dict[str, type[BaseModel]]] = {
     "text": DataConfig,
     "images": ImageDataConfig,
     "masked_text": MaskedTextConfig,
+    "interactions": InteractionsConfig,
 }
 """Section class of each `data.type`."""
 TYPES: Final = {"model": MODELS, "task": TASKS, "data": DATA}
@@ -73,10 +97,16 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: RunSection
-    model: TransformerConfig | ResNetConfig | BertConfig
+    model: TransformerConfig | ResNetConfig | BertConfig | DlrmConfig | TwoTowerConfig
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    task: LanguageModelConfig | ImageClassificationConfig | MaskedLmConfig
-    data: DataConfig | ImageDataConfig | MaskedTextConfig
+    task: (
+        LanguageModelConfig
+        | ImageClassificationConfig
+        | MaskedLmConfig
+        | ClickConfig
+        | RetrievalConfig
+    )
+    data: DataConfig | ImageDataConfig | MaskedTextConfig | InteractionsConfig
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     sharding: ShardingConfig = Field(default_factory=ShardingConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -119,10 +149,34 @@ TextRunConfig = LanguageRunConfig | BertRunConfig
 """Runs with a tokenizer, whose weights others publish."""
 
 
+class RecommenderRunConfig(RunConfig):
+    """A run that learns from interactions of users with items."""
+
+    model: DlrmConfig | TwoTowerConfig
+    task: ClickConfig | RetrievalConfig
+    data: InteractionsConfig
+
+
+class DlrmRunConfig(RecommenderRunConfig):
+    """A run that learns how likely a click is."""
+
+    model: DlrmConfig
+    task: ClickConfig = Field(default_factory=ClickConfig)
+
+
+class TwoTowerRunConfig(RecommenderRunConfig):
+    """A run that learns which items to retrieve."""
+
+    model: TwoTowerConfig
+    task: RetrievalConfig = Field(default_factory=RetrievalConfig)
+
+
 RUNS: Final[dict[str, type[RunConfig]]] = {
     "transformer": LanguageRunConfig,
     "resnet": ImageRunConfig,
     "bert": BertRunConfig,
+    "dlrm": DlrmRunConfig,
+    "two_tower": TwoTowerRunConfig,
 }
 """What a run of each `model.type` is: with it go the types of its task and its data."""
 
@@ -456,9 +510,26 @@ def _bert_faults(config: BertRunConfig, degrees: Mapping[str, int]) -> list[Conf
     )
 
 
+def _recommender_faults(
+    config: RecommenderRunConfig, degrees: Mapping[str, int]
+) -> list[ConfigError]:
+    return recommender_faults(
+        config.model,
+        config.data,
+        config.train,
+        config.sharding,
+        config.offload,
+        degrees,
+        optimizer=config.optimizer,
+        rank=config.lora.rank,
+    )
+
+
 FAULTS: Final[dict[type[RunConfig], Callable[[Any, Mapping[str, int]], list[ConfigError]]]] = {
     LanguageRunConfig: _language_faults,
     ImageRunConfig: _image_faults,
     BertRunConfig: _bert_faults,
+    DlrmRunConfig: _recommender_faults,
+    TwoTowerRunConfig: _recommender_faults,
 }
 """What may be wrong about each kind of run, beyond what may be about all."""

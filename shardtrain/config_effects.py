@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from shardtrain.config import BertRunConfig, ImageRunConfig, LanguageRunConfig, RunConfig
+from shardtrain.config import (
+    BertRunConfig,
+    DlrmRunConfig,
+    ImageRunConfig,
+    LanguageRunConfig,
+    RecommenderRunConfig,
+    RunConfig,
+    TwoTowerRunConfig,
+)
 from shardtrain.optim.config import WITH_SECOND_MOMENT
 from shardtrain.strategies.precision_words import parse_precision
 
@@ -99,6 +107,34 @@ def _bert(config: BertRunConfig) -> Iterator[tuple[str, str]]:
     if not config.lora.rank:
         for key in ("alpha", "targets"):
             yield f"lora.{key}", "lora.rank=0 trains all weights"
+
+
+def _recommenders(config: RecommenderRunConfig) -> Iterator[tuple[str, str]]:
+    model, data = config.model, config.data
+    yield "eval.sample_tokens", "a recommender writes no text"
+    yield "targets.tokens_per_second", "there are no tokens; targets.mfu is one for any run"
+    if all(size <= model.dense_rows for size in model.table_sizes):
+        why = f"no table has more than model.dense_rows={model.dense_rows} rows"
+        for key in ("placement", "table_parts", "table_optimizer", "table_rate", "table_epsilon"):
+            yield f"model.{key}", why
+    elif model.freeze_tables:
+        for key in ("table_optimizer", "table_rate", "table_epsilon"):
+            yield f"model.{key}", "model.freeze_tables=True moves no table"
+    elif model.table_optimizer == "sgd":
+        yield "model.table_epsilon", 'model.table_optimizer="sgd" has none'
+    if data.path:
+        yield "data.generated", "data.path has interactions"
+        if not data.validation_fraction:
+            yield "eval.steps", "data.validation_fraction=0 keeps nothing to evaluate on"
+    else:
+        for key in ("format", "bad_rows", "cache", "shards"):
+            yield f"data.{key}", "interactions are generated"
+    if not data.path or data.format in ("movielens", "criteo"):
+        why = "only csv and parquet have columns with names"
+        for key in ("label", "dense", "ids", "hash_ids"):
+            yield f"data.{key}", why
+    if data.format in ("criteo", "csv", "parquet") or not data.path:
+        yield "data.positive", "only movielens has ratings"
 
 
 def _language(config: LanguageRunConfig) -> Iterator[tuple[str, str]]:
@@ -203,5 +239,7 @@ EFFECTS: Final[dict[type[RunConfig], Callable[[Any], Iterator[tuple[str, str]]]]
     LanguageRunConfig: _language,
     ImageRunConfig: _images,
     BertRunConfig: _bert,
+    DlrmRunConfig: _recommenders,
+    TwoTowerRunConfig: _recommenders,
 }
 """What has no effect in each kind of run, beyond what has none in any."""

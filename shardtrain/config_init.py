@@ -10,16 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from shardtrain.checkpoint import folder
 from shardtrain.data.config import LEARNED
 from shardtrain.errors import ConfigError
 from shardtrain.interop.hf_config import CONFIG_FILE, TOKENIZER_FILE, read_folder
-from shardtrain.models.config import BertConfig, TransformerConfig
+from shardtrain.models.config import BertConfig, DlrmConfig, TransformerConfig, TwoTowerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
-_FREE = ("dropout", "attention", "layer_loop")
+_FREE = (
+    *("dropout", "attention", "layer_loop"),
+    *("table_optimizer", "table_rate", "table_epsilon", "freeze_tables"),
+)
 """Keys of the model that do not change what its weights mean."""
+_MODELS: Mapping[str, type[BaseModel]] = {
+    "bert": BertConfig,
+    "dlrm": DlrmConfig,
+    "two_tower": TwoTowerConfig,
+}
+"""Models besides transformers whose weights may be begun with."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, Mapping) for part in (run, model, data)):
         return sections
     name = run.get("init")
-    kind = BertConfig if model.get("type") == "bert" else TransformerConfig
+    kind = _MODELS.get(str(model.get("type", "")), TransformerConfig)
     if not name or not isinstance(name, str) or set(kind.model_fields) <= set(model):
         return sections  # a run that goes on has its whole model written down
     origin = find_origin(name)

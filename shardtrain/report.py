@@ -84,6 +84,8 @@ class Report:
     loss: float | None
     val_loss: float | None
     val_top1: float | None
+    val_auc: float | None
+    val_recall: float | None
     tokens_per_second: float | None
     """The median over the updates; None where the work is counted in examples."""
     examples_per_second: float | None
@@ -166,6 +168,8 @@ def make_report(config: RunConfig) -> Report:
         loss=_last(rows, "loss"),
         val_loss=_last(rows, "val_loss"),
         val_top1=_last(rows, "val_top1"),
+        val_auc=_last(rows, "val_auc"),
+        val_recall=_last(rows, "val_recall"),
         tokens_per_second=_median(rows, "tokens_per_second"),
         examples_per_second=_median(rows, "examples_per_second"),
         mfu=_median(rows, "mfu"),

@@ -83,6 +83,8 @@ def _facts(report: "Report") -> Table:
         price = f"{report.cost:,.2f} for {report.device_hours:.3g} device hours"
     for name, text in (
         ("loss", f"{_number(report.loss)}, validation {_number(report.val_loss)}{top}"),
+        *([("AUC", f"{report.val_auc:.4f}")] if report.val_auc is not None else []),
+        *([("recall", f"{report.val_recall:.2%}")] if report.val_recall is not None else []),
         ("examples/s" if examples else "tokens/s", f"{speed}{mfu}, {steps} (medians)"),
         ("saves", f"{saves.count}{took}, {human_bytes(saves.bytes)}"),
         ("newest", newest),

@@ -7,10 +7,12 @@ Owns: the assembly of a `Run`. Does not own: training it (`shardtrain.training`)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from shardtrain.config import (
     LanguageRunConfig,
@@ -33,7 +35,9 @@ from shardtrain.sharding.processes import processes
 from shardtrain.sharding.report import Report
 from shardtrain.sharding.tiers import require_host_memory
 from shardtrain.strategies.offload import FetchedStack, fetched
+from shardtrain.strategies.parts import GATHERED
 from shardtrain.strategies.stack import Stack, make_stack, make_streamed_stack
+from shardtrain.tasks.ranking import RankingTask
 from shardtrain.train.build import Program
 from shardtrain.train.generate import Generator
 from shardtrain.train.screen import make_console
@@ -148,13 +152,15 @@ def evaluate_on(
         limit: at most so many batches; 0 = all.
 
     Returns:
-        Of each term by the name that it is reported under: its sum, and the weight of that.
+        Of each term by the name that it is reported under: its sum, and the weight of that. What is
+        said of all samples together has the weight 1.
     """
 
     def place(_name: str, shape: tuple[int, ...]) -> NamedSharding:
         return program.batch_sharding(len(shape))
 
     reported = program.task.reported
+    gathered: list[dict[str, NDArray[Any]]] = []
     sums, weights = dict.fromkeys(reported, 0.0), dict.fromkeys(reported, 0.0)
     for index in range(data.evaluation_batches(limit)):
         batch = evaluation_on_device(data, index, program.layout.microbatches, place)
@@ -162,7 +168,15 @@ def evaluate_on(
         for name, term in reported.items():
             sums[name] += float(part[term])
             weights[name] += float(weight[term])
-    return {name: (sums[name], weights[name]) for name in reported}
+        if GATHERED in part:
+            arrays: Any = jax.device_get(part[GATHERED])
+            gathered.append({name: array.reshape(-1) for name, array in arrays.items()})
+    found = {name: (sums[name], weights[name]) for name in reported}
+    if not gathered:
+        return found
+    joined = {name: np.concatenate([one[name] for one in gathered]) for name in gathered[0]}
+    ranked = cast(RankingTask, program.task).ranked(joined)
+    return {**found, **{name: (value, 1.0) for name, value in ranked.items()}}
 
 
 def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:

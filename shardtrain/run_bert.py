@@ -25,6 +25,7 @@ from shardtrain.data.wordpiece import is_learned
 from shardtrain.models.bert import Bert
 from shardtrain.models.flops import training_flops_per_masked_sample
 from shardtrain.plan.stages import make_stages
+from shardtrain.run_defaults import WorkDefaults
 from shardtrain.sharding.mesh import mesh_platform
 from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
@@ -40,7 +41,7 @@ from shardtrain.train.rundir import checkpoints_in
 
 
 @dataclass(frozen=True)
-class BertWork:
+class BertWork(WorkDefaults):
     """A masked language model on text; see `run_work.Work`."""
 
     config: BertRunConfig

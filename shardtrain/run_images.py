@@ -6,7 +6,6 @@ interface (`run_work`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -19,6 +18,7 @@ from shardtrain.data.loader import Rows
 from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_image
 from shardtrain.models.resnet import ResNet
+from shardtrain.run_defaults import WorkDefaults
 from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.parts import Runner
@@ -30,7 +30,7 @@ from shardtrain.train.kept import STATISTICS, Part, RunningStatistics
 
 
 @dataclass(frozen=True)
-class ImageWork:
+class ImageWork(WorkDefaults):
     """A residual network on images; see `run_work.Work`."""
 
     config: ImageRunConfig
@@ -121,9 +121,6 @@ class ImageWork:
                 allowed='"global" or "microbatch"',
             )
         return self.config.train.microbatches if statistics == "microbatch" else 1
-
-    def leave(self, folder: Path) -> None:
-        """Nothing: the config says it all."""
 
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]

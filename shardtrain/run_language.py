@@ -6,7 +6,6 @@ interface (`run_work`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -19,6 +18,7 @@ from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.models.transformer import Transformer
 from shardtrain.plan.stages import make_stages
+from shardtrain.run_defaults import WorkDefaults
 from shardtrain.sharding.mesh import mesh_platform
 from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
@@ -34,7 +34,7 @@ from shardtrain.verify.shrink import shrunk
 
 
 @dataclass(frozen=True)
-class LanguageWork:
+class LanguageWork(WorkDefaults):
     """A language model on text; see `run_work.Work`."""
 
     config: LanguageRunConfig
@@ -133,9 +133,6 @@ class LanguageWork:
     def microbatches_alone(self) -> int:
         """One: microbatches do not change what is computed."""
         return 1
-
-    def leave(self, folder: Path) -> None:
-        """Nothing: the config says it all."""
 
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]

@@ -75,7 +75,8 @@ def make_program(
         skip_limit=config.guard.skip_limit if config.guard.bad_numbers == "skip" else 0,
         scaling=make_scaling(config.train, dtypes),
         kept=Kept((*work.kept(), *averages(config.optimizer.ema_decay))),
-        training=make_training(config.lora),
+        training=work.training() or make_training(config.lora),
+        row_rule=work.row_rule(),
     )
 
 

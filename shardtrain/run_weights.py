@@ -63,9 +63,12 @@ class SavedWeights:
         training = make_training(LoraConfig(**with_defaults(metadata["config"])["lora"]))
         self._lora: Lora | None = None
         if isinstance(training, Lora) and not is_imported(metadata):
-            check_base(checkpoints, step)
             self._lora = training
-            self._base = base_of(checkpoints)
+        self._base = base_of(checkpoints)
+        rests = not is_imported(metadata) and 0 in self._base.steps()
+        self._has_frozen = self._lora is not None or rests
+        if self._has_frozen:
+            check_base(checkpoints, step)
             self._base_record = self._base.record(0)
 
     def read(self, path: str, dtype: Any = None, sharding: Any = None) -> Any:
@@ -78,7 +81,7 @@ class SavedWeights:
         """
         inner = path.removeprefix(_LAYERS)
         if self._lora is None:
-            found = self._leaf(path, sharding)
+            found = self._own(path, sharding)
         elif inner not in self._lora.matrices:
             found = self._frozen(path, sharding)
         else:
@@ -95,6 +98,12 @@ class SavedWeights:
             host: NDArray[Any] = np.asarray(found)
             return host if dtype is None else host.astype(dtype)
         return jax.jit(lambda x: x.astype(dtype or x.dtype), out_shardings=sharding)(found)
+
+    def _own(self, path: str, sharding: Any) -> Any:
+        """A parameter that is trained, or, where there are frozen ones, perhaps one of those."""
+        if self._has_frozen and f"params/{path}" not in self._record.leaves:
+            return self._frozen(path, sharding)
+        return self._leaf(path, sharding)
 
     def _leaf(self, path: str, sharding: Any) -> Any:
         name = f"opt_state/master/{path}"

@@ -1,8 +1,8 @@
 """What a run is about: the one place where each kind of model, task and data becomes functions.
 
 Owns: the interface, and its table. Does not own: any kind (`run_language`, `run_images`,
-`run_bert`). All else in a run (layout, optimizer, state, loop, checkpoints) is the same for every
-kind.
+`run_bert`, `run_recommenders`), and what most kinds have not (`run_defaults`). All else in a run
+(layout, optimizer, state, loop, checkpoints) is the same for every kind.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,21 @@ from typing import Any, Final, Protocol
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardtrain.config import BertRunConfig, ImageRunConfig, LanguageRunConfig, RunConfig
+from shardtrain.config import (
+    BertRunConfig,
+    DlrmRunConfig,
+    ImageRunConfig,
+    LanguageRunConfig,
+    RunConfig,
+    TwoTowerRunConfig,
+)
 from shardtrain.data.loader import Rows, Samples
+from shardtrain.models.lora import Training
+from shardtrain.optim.tables import RowRule
 from shardtrain.run_bert import BertWork
 from shardtrain.run_images import ImageWork
 from shardtrain.run_language import LanguageWork
+from shardtrain.run_recommenders import RecommenderWork
 from shardtrain.sharding.rules import Table
 from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.zigzag import Arrange
@@ -68,6 +78,19 @@ class Work(Protocol):
     @property
     def sample_tokens(self) -> int:
         """Tokens of text that the model writes after the last step; 0 = none."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that `plan` shows about the layout."""
+
+    def training(self) -> Training | None:
+        """Which parameters are trained, where the kind says so; None = as `[lora]` says."""
+
+    def row_rule(self) -> RowRule:
+        """What moves tables whose gradients are rows."""
+
+    def row_gradient_bytes(self, num_devices: int) -> int:
+        """Bytes on one of so many devices of gradients that are rows."""
 
     def known_size(self) -> int | None:
         """The size where the config says it; None where only the data does."""
@@ -123,6 +146,8 @@ WORK: Final[dict[type[RunConfig], Callable[[Any], Work]]] = {
     LanguageRunConfig: LanguageWork,
     ImageRunConfig: ImageWork,
     BertRunConfig: BertWork,
+    DlrmRunConfig: RecommenderWork,
+    TwoTowerRunConfig: RecommenderWork,
 }
 """One row a kind: from its config."""
 

@@ -146,3 +146,46 @@ class ImageDataConfig(BaseModel):
         if any(number <= 0 for number in value):
             raise ValueError("must be numbers above 0")
         return value
+
+
+class InteractionsConfig(BaseModel):
+    """Interactions of users with items, and in what portions they are learned from."""
+
+    model_config = _SECTION
+
+    type: Literal["interactions"] = "interactions"
+    """Which data this is."""
+    path: str = ""
+    """A file, or a folder of shards. "" = interactions that are generated, of a known structure."""
+    format: Literal["auto", "movielens", "criteo", "csv", "parquet"] = "auto"
+    """movielens = u.data, ratings.dat or ratings.csv; criteo = a label, 13 numbers and 26 hex words
+    a line; csv and parquet = the columns named here. auto = by the names of the files."""
+    label: str = "label"
+    """Column of the label, 0 or 1 (csv, parquet)."""
+    dense: list[str] = []
+    """Columns of numbers (csv, parquet); `model.num_dense` of them."""
+    ids: list[str] = []
+    """Columns of ids (csv, parquet), one for each table of the model."""
+    positive: float = Field(4.0, ge=0.0)
+    """Ratings from there on are label 1 (movielens)."""
+    hash_ids: bool = False
+    """Whether ids of any size, or words, are hashed to their table's rows (csv, parquet). Criteo's
+    always are."""
+    generated: int = Field(200_000, ge=2)
+    """Interactions that are generated where there is no path."""
+    batch_size: int = Field(ge=1)
+    """Interactions per step, over all devices."""
+    shards: Literal["global", "local"] = "global"
+    """global = all shards are one data set, whichever process reads a row; local = process i of n
+    reads every n-th shard from the i-th on, and has its own part of every batch from those."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """A row that cannot be used: stop = say file and line, and end; skip = leave it out and
+    count."""
+    shuffle: bool = True
+    """Whether every epoch has an order of its own. False = file order."""
+    validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
+    """Part of the interactions kept for validation. 0 = none."""
+    cache: str = ""
+    """Folder for shards in binary form. "" = $SHARDTRAIN_CACHE, else the user's cache folder."""
+    prefetch: int = Field(2, ge=0)
+    """Batches read ahead of the step. 0 = none."""

@@ -6,7 +6,7 @@ Does not own: checks against other sections, nor the models.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GATED = ("swiglu", "geglu")
 """Activations whose MLP has two halves, one of which gates the other."""
@@ -203,3 +203,64 @@ class ResNetConfig(BaseModel):
     """Part of the running statistics that a step leaves as it is; they are what evaluation uses."""
     norm_epsilon: float = Field(1e-5, gt=0.0)
     """Added to the variance before its root is taken."""
+
+
+class TablesConfig(BaseModel):
+    """Embedding tables, a table for each field of a sample."""
+
+    model_config = _SECTION
+
+    table_sizes: list[int] = Field(min_length=1)
+    """Rows of each field's table: its ids are below that."""
+    num_dense: int = Field(1, ge=0)
+    """Numbers of a sample that are no ids."""
+    embed_dim: int = Field(16, ge=1)
+    """Width of all tables."""
+    placement: Literal["auto", "rows", "columns", "tables"] = "auto"
+    """How tables that are not small are split over all devices: by rows, by columns, or whole
+    tables. auto = by size, table by table; `plan` and the start of a run say how."""
+    dense_rows: int = Field(2048, ge=0)
+    """Tables of at most so many rows are whole on every device, and trained like all other
+    parameters, by `[optimizer]`."""
+    table_parts: int = Field(8, ge=1)
+    """Parts of tables that are split; a multiple of the devices. The same for all meshes that a
+    checkpoint should fit."""
+    table_optimizer: Literal["rowwise_adagrad", "sgd"] = "rowwise_adagrad"
+    """What moves the rows that a batch has used: Adagrad with one number a row, or sgd."""
+    table_rate: float = Field(1.0, gt=0.0)
+    """Learning rate of split tables as a multiple of that of the optimizer."""
+    table_epsilon: float = Field(1e-8, gt=0.0)
+    """Added to the root of a row's sum of squares."""
+    freeze_tables: bool = False
+    """Whether no table is trained, for fine-tuning the rest of a model from `run.init`."""
+
+    @field_validator("table_sizes")
+    @classmethod
+    def _counts(cls, value: list[int]) -> list[int]:
+        if any(not 1 <= size < 2**31 for size in value):
+            raise ValueError("must be numbers of rows, from 1 to 2147483647")
+        return value
+
+
+class DlrmConfig(TablesConfig):
+    """A deep learning recommendation model (Naumov et al. 2019, arXiv 1906.00091)."""
+
+    type: Literal["dlrm"] = "dlrm"
+    """Which model this is."""
+    num_dense: int = Field(1, ge=1)
+    """Numbers of a sample that are no ids; they go through the bottom."""
+    bottom: list[int] = [64, 32]
+    """Widths of the layers below the pairs; a last one, of the tables' width, is added."""
+    top: list[int] = [64, 32]
+    """Widths of the layers above them; a last one, of width 1, is added."""
+
+
+class TwoTowerConfig(TablesConfig):
+    """Vectors of users and of items, for retrieval: the last field is the item."""
+
+    type: Literal["two_tower"] = "two_tower"
+    """Which model this is."""
+    num_dense: int = Field(0, ge=0)
+    """Numbers of a sample that are no ids; they belong to the user and the moment."""
+    tower: list[int] = Field([64, 32], min_length=1)
+    """Widths of the layers of both towers; the last is that of the vectors."""

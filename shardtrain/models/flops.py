@@ -1,6 +1,16 @@
 """How many FLOPs a token or an image costs a model: counted from its config, as it is built."""
 
-from shardtrain.models.config import GATED, BertConfig, ResNetConfig, TransformerConfig
+from collections.abc import Sequence
+from itertools import pairwise
+
+from shardtrain.models.config import (
+    GATED,
+    BertConfig,
+    DlrmConfig,
+    ResNetConfig,
+    TransformerConfig,
+    TwoTowerConfig,
+)
 from shardtrain.models.resnet_shape import convolutions, features
 
 
@@ -96,3 +106,26 @@ def training_flops_per_image(
         for conv in convolutions(config, channels=channels, image_size=image_size)
     )
     return 6 * (products + features(config) * num_classes)
+
+
+def training_flops_per_interaction(config: DlrmConfig | TwoTowerConfig, *, batch: int) -> int:
+    """FLOPs of forward and backward for one interaction: 6 for each multiply-add of a product.
+
+    Args:
+        config: the model.
+        batch: interactions whose items meet each other (two towers).
+    """
+    width, fields = config.embed_dim, len(config.table_sizes)
+    if isinstance(config, DlrmConfig):
+        pairs = (fields + 1) * fields // 2
+        products = _products((config.num_dense, *config.bottom, width))
+        products += (fields + 1) ** 2 * width
+        return 6 * (products + _products((width + pairs, *config.top, 1)))
+    user = ((fields - 1) * width + config.num_dense, *config.tower)
+    products = _products(user) + _products((width, *config.tower))
+    return 6 * (products + batch * config.tower[-1])
+
+
+def _products(sizes: Sequence[int]) -> int:
+    """Multiply-adds of layers of these widths."""
+    return sum(read * make for read, make in pairwise(sizes))

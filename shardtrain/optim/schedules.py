@@ -56,7 +56,9 @@ def make_schedule(config: OptimizerConfig, steps: int, batch_size: int = 0) -> S
     warmup = config.warmup_steps
 
     def schedule(update: jax.Array | int) -> jax.Array:
-        at = jnp.asarray(update, jnp.float32)
+        # The widest there is: in float32 two programs may round a cosine apart, and so runs that
+        # are compared in float64.
+        at = jnp.asarray(update, jnp.result_type(float))
         done = jnp.clip((at - warmup) / max(steps - warmup, 1), 0, 1)
         rise = jnp.minimum(at / max(warmup, 1), 1) if warmup else jnp.ones_like(at)
         return peak * rise * shape(done, config)

@@ -22,6 +22,7 @@ from shardtrain.sharding.placement import (
     owner_of,
     path_name,
 )
+from shardtrain.sharding.row_gradient import is_row_gradient
 from shardtrain.sharding.tiers import MASTER
 from shardtrain.strategies.precision import Policy, cast
 
@@ -181,6 +182,8 @@ def widened_tree(tree: PyTree, dtype: Any) -> PyTree:
 def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:
     """The Euclidean norm of all leaves together, each entry counted once on any mesh.
 
+    Of a table's gradient its rows count, in which ids that occur more than once are summed already.
+
     Returns:
         The norm, and for each leaf whether its own is a number.
     """
@@ -188,5 +191,6 @@ def global_norm(tree: PyTree) -> tuple[jax.Array, jax.Array]:
     def square(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(widened(x, sum_dtype(x.dtype))))
 
-    squares = [square(x) for x in jax.tree.leaves(tree)]
+    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+    squares = [square(x.rows if is_row_gradient(x) else x) for x in leaves]
     return jnp.sqrt(sum(squares)), jnp.stack([jnp.isfinite(s) for s in squares])

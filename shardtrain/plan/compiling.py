@@ -34,6 +34,7 @@ _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 _LAST, _WIDEST = 12, 160
 """Lines of the child's own words that are told when it fails, and characters of each."""
 _TUNING = "--xla_gpu_autotune_level"
+_LIBRARY_SORT = "--xla_gpu_enable_cub_radix_sort"
 _CODE = "from shardtrain.plan.compiling import child_main; child_main()"
 
 
@@ -193,11 +194,14 @@ def _environment(target: Target, xla_flags: Sequence[str], overlap: bool) -> dic
 
 
 def _target_flags(given: Sequence[str], overlap: bool) -> list[str]:
-    """Those of a run on such devices, and none of a search for tiles that needs a device."""
-    tuned = any(flag.startswith(_TUNING) for flag in given)
+    """Those of a run on such devices, and none of what needs a device while it compiles.
+
+    That is the search for tiles, and the library's sort, which asks a device for its room.
+    """
+    here = ((_TUNING, "0"), (_LIBRARY_SORT, "false"))
     return [
         *missing_flags(overlap=overlap, given=" ".join(given)),
-        *([] if tuned else [f"{_TUNING}=0"]),
+        *(f"{name}={value}" for name, value in here if not any(f.startswith(name) for f in given)),
     ]
 
 

@@ -246,7 +246,8 @@ class Placement:
     def optimizer_state(self, abstract: PyTree) -> PyTree:
         """A sharding for every leaf of an optimizer's state.
 
-        A leaf rests like the parameter that owns it where the shapes agree; what has no parameter's
+        A leaf rests like the parameter that owns it where the shapes agree, also where it has one
+        entry in place of the last dim (a cell for each row of a table); what has no parameter's
         shape (counts, factored moments, the versions of what is on a disk) is whole.
 
         Args:
@@ -289,9 +290,16 @@ class Placement:
             if owner and shapes[owner].shape == leaf.shape:
                 places[path] = shardings[owner]
                 sizes[path] = math.prod(leaf.shape) * leaf.dtype.itemsize
+            elif owner and leaf.shape and leaf.shape == (*shapes[owner].shape[:-1], 1):
+                places[path] = NamedSharding(self.mesh, _without_last(shardings[owner].spec, leaf))
             else:
                 places[path] = self.whole
         return places, sizes
+
+
+def _without_last(spec: PartitionSpec, leaf: Any) -> PartitionSpec:
+    """A partition of a leaf with as many dims, whose last one is not split."""
+    return PartitionSpec(*tuple(spec)[: len(leaf.shape) - 1])
 
 
 def owner_of(path: str, params: Collection[str]) -> str:

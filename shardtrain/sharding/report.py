@@ -12,6 +12,7 @@ from shardtrain.sharding.placement import (
     owner_of,
     tree_bytes,
 )
+from shardtrain.sharding.row_gradient import is_table
 
 PyTree = Any
 
@@ -42,6 +43,7 @@ class Report:
     rows: tuple[Row, ...]
     parameters: int
     gradients: int
+    """Without those of tables that are rows of a batch."""
     optimizer: int
     """Moments, master weights, counts: everything of the optimizer, but what is on the host."""
     host: int
@@ -96,12 +98,15 @@ def report(
             shape=whole[path].shape,
             spec=tuple(at_rest[path].spec),
             stored_spec=tuple(stored[path].spec),
-            note=notes[path].note,
+            note="its gradient is that of a batch's rows" if rowwise else notes[path].note,
             parameters=bytes_per_device(leaf.shape, leaf.dtype, at_rest[path]),
-            gradients=bytes_per_device(whole[path].shape, gradient_dtype, gradients[path]),
+            gradients=0
+            if rowwise
+            else bytes_per_device(whole[path].shape, gradient_dtype, gradients[path]),
             optimizer=by_owner.get(path, 0),
         )
         for path, leaf in shapes.items()
+        for rowwise in (is_table(names[path]),)
     )
     rows += _frozen_rows(placement.frozen, frozen)
     return Report(

@@ -40,6 +40,9 @@ AXES = {
     "channels": "channels that a convolution reads (those that it makes are `embed`)",
     "classes": "classes of images",
     "rank": "inner width of a weight's change of low rank (LoRA)",
+    "rows": "rows of embedding tables that are split row by row",
+    "tables": "rows of whole embedding tables, in as many blocks as there may be devices",
+    "columns": "width of embedding tables that are split by it",
 }
 """The vocabulary: the words for shapes in signatures, in sharding rules and in the docs."""
 
@@ -69,6 +72,8 @@ def compute_table(
     for name in ("heads", "kv_heads", "mlp", "vocab"):
         table[name] = ("tensor",)
     table["layers"] = ("pipeline",)
+    for name in ("rows", "tables", "columns"):  # over all that share out the batch
+        table[name] = table["batch"]
     for name, axes in (overrides or {}).items():
         axes = [axes] if isinstance(axes, str) else list(axes or ())
         axes = [axis for axis in axes if axis]

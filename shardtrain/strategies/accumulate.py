@@ -20,7 +20,7 @@ from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
 from shardtrain.sharding.rules import MAPPED, mapped_over
 from shardtrain.strategies.offload import FetchedStack, split, with_resting
 from shardtrain.strategies.order import LayerOrder
-from shardtrain.strategies.parts import Evaluation, Gradients, Parts, Sums
+from shardtrain.strategies.parts import GATHERED, Evaluation, Gradients, Parts, Sums
 from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack, make_stack
 
@@ -84,7 +84,9 @@ class Accumulation:
             def part(_: None, batch: PyTree) -> tuple[None, Sums]:
                 return None, parts.sums(params, None, variables, batch, None, stack)
 
-            return jax.tree.map(lambda s: s.sum(0), jax.lax.scan(part, None, batch)[1])  # type: ignore[no-any-return]
+            found: Sums = jax.lax.scan(part, None, batch)[1]
+            gathered = {GATHERED: found.pop(GATHERED)} if GATHERED in found else {}
+            return {**jax.tree.map(lambda s: s.sum(0), found), **gathered}
 
         return sums
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 
 from shardtrain.sharding.placement import Placement
+from shardtrain.sharding.row_gradient import RowGradient
 from shardtrain.strategies.order import LayerOrder
 from shardtrain.strategies.precision import Policy
 from shardtrain.strategies.stack import Stack
@@ -45,6 +46,22 @@ class Cut:
     """(params, x, batch) -> sums."""
 
 
+GATHERED = "gathered"
+"""Beside the sums of the terms, in evaluation: arrays with an entry for each sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """The loss before whose embedding tables it is cut: it reads rows that were looked up."""
+
+    ids: Callable[[PyTree], dict[str, jax.Array]]
+    """A microbatch -> of each table, by path, the rows that it reads."""
+    rows: Callable[[dict[str, jax.Array], dict[str, jax.Array]], dict[str, jax.Array]]
+    """(tables, ids) -> rows. `Parts.sums` takes them in place of the tables."""
+    gradients: Callable[[dict[str, jax.Array], dict[str, jax.Array]], dict[str, RowGradient]]
+    """(ids, gradients of rows) of all microbatches -> the gradient of each table."""
+
+
 @dataclass(frozen=True, eq=False)
 class Parts:
     """A workload's loss over a microbatch."""
@@ -56,6 +73,8 @@ class Parts:
     """(sums, seeds: total weights and loss scale) -> what they add to the scaled loss."""
     cut: Cut | None
     """None where the model is no stack of equal layers."""
+    lookup: Lookup | None = None
+    """None where the model has no large tables."""
 
 
 class Runner(Protocol):

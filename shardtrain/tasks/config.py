@@ -48,3 +48,25 @@ class ImageClassificationConfig(BaseModel):
     """Which task this is."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=1.0)
     """Part of the target that all classes share alike, in training only. 0 = none."""
+
+
+class ClickConfig(BaseModel):
+    """Tell how likely a click is."""
+
+    model_config = _SECTION
+
+    type: Literal["click"] = "click"
+    """Which task this is."""
+
+
+class RetrievalConfig(BaseModel):
+    """Find the item that a user has taken among those that others have."""
+
+    model_config = _SECTION
+
+    type: Literal["retrieval"] = "retrieval"
+    """Which task this is."""
+    temperature: float = Field(0.1, gt=0.0)
+    """What the product of two vectors of length 1 is divided by."""
+    recall: int = Field(10, ge=0)
+    """Evaluation counts users whose item is among so many of all items. 0 = not at all."""

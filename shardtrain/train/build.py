@@ -21,7 +21,8 @@ from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import Streamed, Sweep, Whole, stacked_paths, take_row
+from shardtrain.optim.sweep import Streamed, Sweep, stacked_paths, take_row
+from shardtrain.optim.tables import RowRule, RowSgd, make_sweep
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.disk import PARAMETERS as DISK_PARAMETERS
 from shardtrain.sharding.disk import STATE as DISK_STATE
@@ -30,6 +31,7 @@ from shardtrain.sharding.disk_files import DiskFiles
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path, path_name
+from shardtrain.sharding.row_gradient import densified
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import HOST, MASTER, Tiers
 from shardtrain.strategies.loss_scale import LossScale, Unscaled
@@ -106,6 +108,8 @@ class Program:
     """What is kept beside the parameters."""
     training: Training = Everything()  # noqa: RUF009  # frozen
     """Which parameters are trained."""
+    row_rule: RowRule = RowSgd()  # noqa: RUF009  # frozen
+    """What moves the rows of tables that have a gradient of rows, where there are any."""
 
     # -- shapes and placements
 
@@ -188,7 +192,7 @@ class Program:
     @cached_property
     def _sweep(self) -> Sweep:
         if not self.layout.tiers.any:
-            return Whole(self.make_transform(self.placement.names))
+            return make_sweep(self.make_transform, self.placement, self.row_rule)
         if self.layout.tiers.updates:
             return OnHost(self.make_transform(self.placement.names), self.placement)
         return Streamed(
@@ -462,9 +466,14 @@ class Program:
 
     @cached_property
     def step_with_gradients(self) -> Any:
-        """The same step, also returning the gradients; for comparisons."""
+        """The same step, also returning the gradients, also those of tables whole; to compare."""
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, PyTree]:
+            state, metrics, grads = self._step(state, batch)
+            return state, metrics, densified(grads, state.params)
+
         return jax.jit(
-            self._step,
+            step,
             out_shardings=(self.shardings, self.placement.whole, self.placement.optimizer),
         )
 

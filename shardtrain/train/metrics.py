@@ -28,6 +28,8 @@ KEYS = (
     "val_masked_accuracy",
     "val_next_loss",
     "val_next_accuracy",
+    "val_auc",
+    "val_recall",
     "grad_norm",
     "learning_rate",
     "tokens",

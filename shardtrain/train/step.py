@@ -8,15 +8,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardtrain.errors import ConfigError
+from shardtrain.models.tables import TABLES, Tables
 from shardtrain.ops.fp8 import LayersInFp8
+from shardtrain.ops.tables import bring_home, look_up
 from shardtrain.optim.optimizers import is_matrix
 from shardtrain.optim.update import Optimizer
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import LAYERS, Placement, constrain_tree
+from shardtrain.sharding.row_gradient import RowGradient
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.model_state import LargestEntries, ModelState, Stateless
-from shardtrain.strategies.parts import OBSERVED, Cut, Evaluation, Gradients, Parts
+from shardtrain.strategies.parts import OBSERVED, Cut, Evaluation, Gradients, Lookup, Parts
 from shardtrain.strategies.precision import cast_at_rest
 from shardtrain.strategies.precision_words import Words
 from shardtrain.strategies.remat import Block
@@ -95,7 +98,7 @@ def make_parts(
         scaled: jax.Array = weighted_loss(task, sums, totals) * scale
         return scaled
 
-    return Parts(sums, value, _cut(task, graph, params, in_layers))
+    return Parts(sums, value, _cut(task, graph, params, in_layers), _lookup(graph, params))
 
 
 def products_in_layers(words: Words, params: PyTree) -> InLayers:
@@ -158,6 +161,30 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree, in_layers: InLaye
         layer=in_layers(layer, None),
         head=lambda params, x, batch: layered.head(model(params), x, batch),
     )
+
+
+def _lookup(graph: nnx.GraphDef[Any], params: PyTree) -> Lookup | None:
+    """How rows of large tables come and go, if the model has such tables."""
+    if TABLES not in params:
+        return None
+    tables = nnx.merge(graph, params).banks
+    if not isinstance(tables, Tables) or not tables.layout.split:
+        return None
+    kinds = {f"{TABLES}/{bank.kind}": bank for bank in tables.layout.split}
+
+    def ids(batch: Batch) -> dict[str, jax.Array]:
+        return {path: bank.ids(batch["ids"], jnp.where) for path, bank in kinds.items()}
+
+    def rows(tables: dict[str, jax.Array], ids: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: look_up(tables[path], ids[path], split=kinds[path].kind) for path in tables}
+
+    def gradients(ids: dict[str, jax.Array], grads: dict[str, jax.Array]) -> dict[str, RowGradient]:
+        return {
+            path: bring_home(ids[path], grads[path], num_rows=bank.rows, split=bank.kind)
+            for path, bank in kinds.items()
+        }
+
+    return Lookup(ids, rows, gradients)
 
 
 def make_gradient_fn(
