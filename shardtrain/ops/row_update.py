@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardtrain.sharding.mesh import mesh_axes, split_size
+from shardtrain.sharding.mesh import mesh_axes
+from shardtrain.sharding.placement import split_size
 from shardtrain.sharding.row_gradient import RowGradient
 
 PyTree = Any
