@@ -67,15 +67,6 @@ def mesh_precision_faults(text: str, zero: int, degrees: Mapping[str, int]) -> l
         degrees: degree of each mesh axis; -1 where it is still open.
     """
     words = parse_precision(text)
-    if words.products == "fp8_delayed" and degrees["pipeline"] > 1:
-        return [
-            ConfigError(
-                "a stage hands no scales on to the next step; use fp8, which scales each tensor by "
-                "its own largest entry, or mesh.pipeline=1",
-                where=f"{WHERE}, mesh.pipeline={degrees['pipeline']}",
-                value=words.products,
-            )
-        ]
     wider = words.reduce not in ("", words.compute)
     alone = degrees["data"] == degrees["replica"] == 1
     if not wider or zero < 2 or degrees["pipeline"] > 1 or alone:

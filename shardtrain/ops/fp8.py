@@ -149,11 +149,14 @@ class LayersInFp8:
 
         Args:
             layer: what is wrapped.
-            earlier: [layers, products, 3], see `Layer`. Its gradient is what is seen in this step.
+            earlier: [layers, products, 3], or of this layer alone, see `Layer`. Its gradient is
+                what is seen in this step.
         """
 
         def run(what: Any, index: jax.Array, *others: Any) -> Any:
-            own = None if earlier is None else lax.dynamic_index_in_dim(earlier, index, 0, False)
+            own = earlier
+            if earlier is not None and earlier.ndim == 3:
+                own = lax.dynamic_index_in_dim(earlier, index, 0, False)
             with _in_force(Layer(self._used(index), own)):
                 return layer(what, index, *others)
 

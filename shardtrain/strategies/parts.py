@@ -32,6 +32,10 @@ OBSERVED = "observed"
 """Beside the sums of the terms: what the model has seen for its variables, to be added up too."""
 
 
+EARLIER = "earlier"
+"""Beside the parameters of a layer: its row of a `ModelState`'s inputs, where there are any."""
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """The loss between whose pieces a pipeline sends: `head(layer(... layer(embed)))`."""
@@ -41,7 +45,7 @@ class Cut:
     embed: Callable[[PyTree, PyTree, PyTree], jax.Array]
     """(params, batch, context) -> the first layer's input."""
     layer: Callable[[PyTree, jax.Array, jax.Array, PyTree], jax.Array]
-    """(one layer's parameters, its index in the model, x, context) -> x."""
+    """(one layer's parameters, perhaps with `EARLIER`, its index in the model, x, context) -> x."""
     head: Callable[[PyTree, jax.Array, PyTree], Sums]
     """(params, x, batch) -> sums."""
 

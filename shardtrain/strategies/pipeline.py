@@ -74,13 +74,12 @@ class Pipeline:
         def gradients(
             params: PyTree, inputs: PyTree, batch: PyTree, shared: PyTree
         ) -> tuple[Sums, PyTree, PyTree]:
-            assert not jax.tree.leaves(inputs), "refused with the config"
             seeds, key, _, frozen = shared
-            specs = (PartitionSpec(), manual_specs(placement.optimizer))
+            specs = (PartitionSpec(), manual_specs(placement.optimizer), PartitionSpec())
             rests = (placement.params, placement.frozen.params)
             run = region.mapped(region.gradients, rests, specs)
-            sums, grads = run((params, frozen), batch, seeds, key)
-            return sums, constrain_tree(grads, placement.optimizer), inputs
+            sums, grads, seen = run((params, frozen), batch, seeds, key, inputs)
+            return sums, constrain_tree(grads, placement.optimizer), seen
 
         return gradients
 
@@ -148,9 +147,17 @@ class _Region:
         return call
 
     def gradients(
-        self, weights: tuple[PyTree, PyTree], batch: PyTree, seeds: PyTree, key: PyTree
-    ) -> tuple[Sums, PyTree]:
-        """Sums and gradients of a step; `weights` are those that are trained, and the others."""
+        self,
+        weights: tuple[PyTree, PyTree],
+        batch: PyTree,
+        seeds: PyTree,
+        key: PyTree,
+        inputs: PyTree,
+    ) -> tuple[Sums, PyTree, PyTree]:
+        """Sums and gradients of a step, and what was seen in the place of `inputs`.
+
+        `weights` are those that are trained, and the others.
+        """
         shard = Shard(self.placement, *weights, self.dtypes)
         stage = self._stage(
             self.pipeline.schedule,
@@ -158,9 +165,11 @@ class _Region:
             batch=batch,
             key=key,
             value=lambda sums: self.parts.value(sums, seeds),
+            inputs=inputs,
         )
-        sums, layers, ends = stage.run()
-        return _everywhere(sums), shard.reduced(layers, ends)
+        sums, layers, ends, seen = stage.run()
+        seen = jax.tree.map(lambda part: jax.lax.pmax(part, MANUAL), seen)
+        return _everywhere(sums), shard.reduced(layers, ends), seen
 
     def sums(self, params: PyTree, batch: PyTree) -> Sums:
         """Sums of a step, by the table's forwards alone."""

@@ -5,7 +5,7 @@ Owns: the loop over ticks, the buffers between them, and who sends what when. Do
 (`shards`), tables (`schedules`), one layer (`layer_vjp`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,14 @@ from shardtrain.errors import ShardingError
 from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.rules import constrain
 from shardtrain.strategies.layer_vjp import Arrays, LayerVjp
-from shardtrain.strategies.parts import Cut, Sums
+from shardtrain.strategies.parts import EARLIER, Cut, Sums
 from shardtrain.strategies.schedules.layout import Layout
 from shardtrain.strategies.schedules.table import NOTHING, Schedule
 from shardtrain.strategies.shards import Shard
 
 PyTree = Any
+Found = tuple[Arrays, PyTree]
+"""Gradients of the layers' leaves, and what was seen in the place of the inputs."""
 Cell = dict[str, jax.Array]
 """What one stage does in one tick: the entry of each of the table's columns."""
 
@@ -41,6 +43,8 @@ class Model:
     """The step's dropout key."""
     value: Callable[[Sums], jax.Array] | None
     """What sums contribute to the loss; None where there is no backward."""
+    inputs: PyTree = ()
+    """Those of a `ModelState`: [layers, ...], the layers as the model has them; or nothing."""
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +65,8 @@ class Carry:
     ends: PyTree
     """Gradients of the ends that this stage runs so far."""
     sums: Sums
+    seen: PyTree
+    """The largest that was seen in the place of the inputs so far; nothing without any."""
 
 
 class Stage:
@@ -97,7 +103,9 @@ class Stage:
             part,
             context,
         )
-        trained, frozen = jax.eval_shape(self.shard.layer, 0)
+        trained, frozen = jax.eval_shape(self.weights, 0, 0)
+        names = [path[0].key for path, _ in jax.tree.leaves_with_path(trained)]
+        self.earlier_leaf = names.index(EARLIER) if EARLIER in names else None
         self.vjp = LayerVjp(
             model.layer,
             trained,
@@ -109,12 +117,12 @@ class Stage:
             frozen=frozen,
         )
 
-    def run(self) -> tuple[Sums, Arrays, PyTree]:
+    def run(self) -> tuple[Sums, Arrays, PyTree, PyTree]:
         """Goes through the table.
 
         Returns:
             The sums, and the gradients of the layers' leaves and of the ends, of this stage and
-            data shard.
+            data shard; and what was seen in the place of the inputs.
         """
         layers, ends = self.shard.no_gradients() if self.trains else ([], {})
         carry = Carry(
@@ -125,13 +133,14 @@ class Stage:
             layers=layers,
             ends=ends,
             sums=self.no_sums(),
+            seen=jax.tree.map(jnp.zeros_like, self.model.inputs),
         )
 
         def step(carry: Carry, row: Cell) -> tuple[Carry, None]:
             return self.tick(carry, {name: c[self.index] for name, c in row.items()}), None
 
         carry = jax.lax.scan(step, carry, self.columns)[0]
-        return carry.sums, carry.layers, carry.ends
+        return carry.sums, carry.layers, carry.ends, carry.seen
 
     # -- ticks
 
@@ -184,7 +193,7 @@ class Stage:
             place, index = self.place(virtual, slot)
             x, kept = self.if_layer(
                 index,
-                lambda x: self.vjp.forward(self.shard.layer(place), unsigned(index), x, context),
+                lambda x: self.vjp.forward(self.weights(place, index), unsigned(index), x, context),
                 lambda x: (x, zeros_of(self.vjp.kept)),
                 x,
             )
@@ -228,24 +237,24 @@ class Stage:
         vjp, shard = self.vjp, self.shard
 
         def layer(slot: Any, passing: Any) -> Any:
-            g, layers, pending = passing
+            g, found, pending = passing
             place, index = self.place(virtual, slot)
             kept = [b[cell["backward_residual"], slot] for b in carry.residual]
 
-            def do(g: jax.Array, layers: Arrays) -> Any:
-                weights = shard.layer(place)
+            def do(g: jax.Array, found: Found) -> Any:
+                weights = self.weights(place, index)
                 new, g, left = vjp.backward(weights, unsigned(index), kept, g, context)
-                return stream(g), shard.add_layer(layers, vjp.early, place, new), left
+                return stream(g), self.added(found, vjp.early, place, index, new), left
 
-            g, layers, left = self.if_layer(
-                index, do, lambda g, layers: (g, layers, zeros_of(vjp.pending)), g, layers
+            g, found, left = self.if_layer(
+                index, do, lambda g, found: (g, found, zeros_of(vjp.pending)), g, found
             )
             where = (cell["backward_pending"], slot)
-            return g, layers, [b.at[where].set(p) for b, p in zip(pending, left, strict=True)]
+            return g, found, [b.at[where].set(p) for b, p in zip(pending, left, strict=True)]
 
         g = stream(at(carry.gradient, cell["backward_gradient"]))
-        passing = (g, carry.layers, carry.pending)
-        gx, layers, pending = self.each_layer(layer, passing, reverse=True)
+        passing = (g, (carry.layers, carry.seen), carry.pending)
+        gx, (layers, seen), pending = self.each_layer(layer, passing, reverse=True)
 
         def embedded(ends: PyTree) -> PyTree:
             def embed(ends: PyTree) -> jax.Array:
@@ -255,29 +264,52 @@ class Stage:
             return shard.add_ends(ends, new)
 
         ends = jax.lax.cond(self.is_first(virtual), embedded, lambda ends: ends, carry.ends)
-        return replace(carry, layers=layers, pending=pending, ends=ends), gx
+        return replace(carry, layers=layers, seen=seen, pending=pending, ends=ends), gx
 
     def weight(self, carry: Carry, cell: Cell) -> tuple[Carry, jax.Array]:
         """The gradients of one virtual stage's matrices that its backward has left."""
         virtual = cell["weight_virtual"]
         _, context = self.microbatch(cell["weight_micro"])
-        vjp, shard = self.vjp, self.shard
+        vjp = self.vjp
 
-        def layer(slot: Any, layers: Arrays) -> Any:
+        def layer(slot: Any, found: Found) -> Any:
             place, index = self.place(virtual, slot)
             kept = [b[cell["weight_residual"], slot] for b in carry.residual]
             pending = [b[cell["weight_pending"], slot] for b in carry.pending]
 
-            def do(layers: Arrays) -> Arrays:
-                weights = shard.layer(place)
+            def do(found: Found) -> Found:
+                weights = self.weights(place, index)
                 new = vjp.late_gradients(weights, unsigned(index), kept, pending, context)
-                return shard.add_layer(layers, vjp.late, place, new)
+                return self.added(found, vjp.late, place, index, new)
 
-            return self.if_layer(index, do, lambda layers: layers, layers)
+            return self.if_layer(index, do, lambda found: found, found)
 
-        return replace(carry, layers=self.each_layer(layer, carry.layers)), self.nothing()
+        layers, seen = self.each_layer(layer, (carry.layers, carry.seen))
+        return replace(carry, layers=layers, seen=seen), self.nothing()
 
     # -- pieces
+
+    def weights(self, place: Any, index: Any) -> tuple[PyTree, PyTree]:
+        """A layer's parameters: those that are trained, with its row of the inputs; the others."""
+        trained, frozen = self.shard.layer(place)
+        for rows in jax.tree.leaves(self.model.inputs):
+            trained = {**trained, EARLIER: at(rows, index)}
+        return trained, frozen
+
+    def added(
+        self, found: "Found", leaves: Sequence[int], place: Any, index: Any, new: Arrays
+    ) -> "Found":
+        """What was found so far, with gradients of some leaves of `weights`."""
+        layers, seen = found
+        others: dict[int, jax.Array] = {}
+        for leaf, gradient in zip(leaves, new, strict=True):
+            if leaf == self.earlier_leaf:
+                seen = jax.tree.map(lambda rows, g=gradient: rows.at[index].max(g), seen)
+            else:
+                others[leaf - (self.earlier_leaf is not None and leaf > self.earlier_leaf)] = (
+                    gradient
+                )
+        return self.shard.add_layer(layers, list(others), place, list(others.values())), seen
 
     def microbatch(self, index: jax.Array) -> tuple[PyTree, PyTree]:
         """One microbatch of this data shard, and what every layer reads of it."""

@@ -19,7 +19,7 @@ from shardtrain.sharding.row_gradient import RowGradient
 from shardtrain.sharding.rules import use_rules
 from shardtrain.strategies.loss_scale import LossScale
 from shardtrain.strategies.model_state import LargestEntries, ModelState, Stateless
-from shardtrain.strategies.parts import OBSERVED, Cut, Evaluation, Gradients, Lookup, Parts
+from shardtrain.strategies.parts import EARLIER, OBSERVED, Cut, Evaluation, Gradients, Lookup, Parts
 from shardtrain.strategies.precision import cast_at_rest
 from shardtrain.strategies.precision_words import Words
 from shardtrain.strategies.remat import Block
@@ -152,13 +152,17 @@ def _cut(task: Task, graph: nnx.GraphDef[Any], params: PyTree, in_layers: InLaye
     def model(params: PyTree) -> Any:
         return nnx.merge(graph, params)
 
-    def layer(params: PyTree, index: jax.Array, x: jax.Array, context: PyTree) -> Any:
+    def plain(params: PyTree, index: jax.Array, x: jax.Array, context: PyTree) -> Any:
         return nnx.merge(layer_graph, params)(x, index, context)
+
+    def layer(params: PyTree, index: jax.Array, x: jax.Array, context: PyTree) -> Any:
+        own = {name: part for name, part in params.items() if name != EARLIER}
+        return in_layers(plain, params.get(EARLIER))(own, index, x, context)
 
     return Cut(
         context=lambda params, batch, key: model(params).context(batch, key),
         embed=lambda params, batch, context: model(params).embed(batch, context),
-        layer=in_layers(layer, None),
+        layer=layer,
         head=lambda params, x, batch: layered.head(model(params), x, batch),
     )
 

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fault_programs import config, program, put, text
+from fault_programs import program, put, text
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.errors import ConfigError
 from shardtrain.ops.dense import dense
 from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.strategies.model_state import FP8, HISTORY, LargestEntries
@@ -36,6 +35,16 @@ def trained(layout: dict[str, Any], steps: int = 2) -> tuple[np.ndarray, float]:
         ),
         {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 3, "train.remat": "full"},
         {"mesh.tensor": 2, "model.layer_loop": "scan"},
+        {"mesh.pipeline": 2, "mesh.data": 2, "train.microbatches": 2, "sharding.zero": 1},
+        pytest.param(
+            {
+                "mesh.pipeline": 2,
+                "train.microbatches": 4,
+                "pipeline.schedule": "zero_bubble",
+                "train.remat": "full",
+            },
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=lambda layout: ",".join(map(str, layout.values())),
 )
@@ -91,8 +100,3 @@ def test_earlier_steps_do_scale() -> None:
     np.testing.assert_array_equal(seen, [[[1000.0, 1.0, 1.0]]])
     nothing = jnp.zeros((1, 1, 3))
     np.testing.assert_allclose(loss(nothing), 16 * 1000, rtol=0.04)
-
-
-def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a stage hands no scales on"):
-        config({"train.precision": "fp8_delayed", "mesh.pipeline": 2, "train.microbatches": 2})
