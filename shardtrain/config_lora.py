@@ -39,12 +39,12 @@ def lora_faults(lora: LoraConfig, train: TrainConfig, offload: OffloadConfig) ->
                 cure='use "bfloat16"',
             )
         )
-    if offload.parameters != "device":
+    if offload.parameters == "disk":
         faults.append(
             ConfigError(
-                f"{where}: frozen weights rest on the device, and adapters are small",
-                where=f'offload.parameters="{offload.parameters}"',
-                cure='use "device"',
+                f"{where}: frozen weights rest on the device or the host",
+                where='offload.parameters="disk"',
+                allowed='"device" or "host"',
             )
         )
     return faults

@@ -225,7 +225,7 @@ def make_generator(config: LanguageRunConfig, program: Program, tokenizer: Token
     trained = config.data.sequence_length
     windows = {"learned": model.max_length or trained, "alibi": None}
     # Also on CPU a scan: for one token it is faster, and soon compiled.
-    mesh, placement = program.layout.mesh, program.placement
+    mesh, placement = program.layout.mesh, program.placement.all
     stack: Stack = FetchedStack(placement) if placement.any_away else make_stack()
     if mesh.shape["pipeline"] > 1:
         assert isinstance(mesh, Mesh)

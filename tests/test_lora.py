@@ -201,3 +201,44 @@ def test_moments_of_adapters_rest_on_the_host() -> None:
         np.testing.assert_allclose(
             np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=2e-3
         )
+
+
+FROM_THE_HOST: dict[str, dict[str, Any]] = {
+    "data 2, zero 3, 2 microbatches": {
+        "mesh.data": 2,
+        "sharding.zero": 3,
+        "train.microbatches": 2,
+        "train.remat": "full",
+    },
+    "pipeline 2": {"mesh.pipeline": 2, "train.microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("layout", FROM_THE_HOST)
+def test_frozen_weights_come_from_the_host_layer_by_layer(layout: str) -> None:
+    """The same run, begun with the same weights; adapters stay on the devices."""
+    keys = {"lora.rank": 4, "lora.targets": ALL, "model.layer_loop": "scan"}
+    keys |= FROM_THE_HOST[layout]
+    plain, config = program_of(**keys)
+    away, _ = program_of(**keys, **{"offload.parameters": "host"})
+    batch, found = batch_of(plain, config), []
+    for program in (plain, away):
+        weights = jax.tree.map(
+            lambda leaf: jax.device_put(
+                np.random.default_rng(leaf.size).normal(0, 0.1, leaf.shape).astype(leaf.dtype),
+                leaf.sharding,
+            ),
+            program.abstract_weights,
+        )
+        state = program.init_from(weights)
+        for _ in range(2):
+            state, metrics = program.step(state, batch)
+        sums, _ = program.evaluate(state.params, batch, state.model_state, state.frozen)
+        found.append((state, float(metrics["loss"]), float(sum(sums.values()))))
+    (state, *wanted), (other, *numbers) = found
+    assert numbers == pytest.approx(wanted, rel=1e-6)
+    for ours, theirs in zip(*map(jax.tree.leaves, (other.params, state.params)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    layers = jax.tree.leaves(other.frozen["layers"])
+    assert {leaf.sharding.memory_kind for leaf in layers} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(other.params)} == {"device"}

@@ -366,6 +366,7 @@ class Workload:
             names=own.names,
             shapes=with_rows(own.shapes),
             tiers=own.tiers,
+            stays=own.stays,
             frozen_names=own.frozen_names,
             frozen_shapes=with_rows(own.frozen_shapes),
         )

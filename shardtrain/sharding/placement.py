@@ -132,6 +132,8 @@ class Placement:
     """What of the state is not in the memory of the device."""
     disk: Rows | None = None
     """The parameters that rest on a disk."""
+    stays: frozenset[str] = frozenset()
+    """Parameters of the layers that rest on the device in any case, such as adapters."""
     frozen_names: PyTree = ()
     """Names of parameters that are not trained: they have no gradient and no optimizer state."""
     frozen_shapes: PyTree = ()
@@ -203,7 +205,11 @@ class Placement:
     def layers_in(self, tier: str) -> frozenset[str]:
         """The parameters that rest in a tier, by path."""
         leaves = leaves_by_path(self.shapes)
-        sizes = [(path, math.prod(x.shape)) for path, x in leaves if path.split("/")[0] == LAYERS]
+        sizes = [
+            (path, math.prod(leaf.shape))
+            for path, leaf in leaves
+            if path.split("/")[0] == LAYERS and path not in self.stays
+        ]
         return self.tiers.layers_in(tier, sizes)
 
     @property

@@ -92,7 +92,7 @@ class Accumulation:
 
     def _stack(self, placement: Placement, trained: PyTree = None) -> Stack:
         """How the layers are run, whether they are on the device or not."""
-        if not placement.any_away:
+        if not placement.all.any_away:
             return make_stack(policy=self.remat, loop=self.loop)
         return FetchedStack(placement, self.remat, trained and trained[LAYERS])
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import LAYERS, Placement, leaves_by_path, path_name
 from shardtrain.strategies import traced
 from shardtrain.strategies.layer_vjp import LayerVjp
@@ -38,7 +39,7 @@ class FetchedStack:
         """Runs them; see `Stack`."""
         graph, state = nnx.split(layers)
         resting = nnx.to_pure_dict(state)
-        num_layers = jax.tree.leaves(self.placement.shapes[LAYERS])[0].shape[0]
+        num_layers = jax.tree.leaves(self.placement.all.shapes[LAYERS])[0].shape[0]
         indices = jnp.arange(num_layers, dtype=jnp.uint32)
         # A version on a disk is that of every layer.
         resting = jax.tree.map(
@@ -49,24 +50,30 @@ class FetchedStack:
             return block(nnx.merge(graph, weights), index, x)
 
         def plain(_: PyTree, resting: PyTree, index: jax.Array, x: PyTree) -> Any:
-            return layer(fetched(self.placement, resting, index), index, x)
+            return layer(fetched(self.placement.all, resting, index), index, x)
 
-        run: Any = plain if self.stand_ins is None else self._differentiable(layer, x)
+        run: Any = plain if self.stand_ins is None else self._differentiable(layer, resting, x)
         rows = (self.stand_ins, resting, indices)
         return jax.lax.scan(lambda x, row: (run(*row, x), None), x, rows)[0]
 
-    def _differentiable(self, layer: Layer, x: jax.Array) -> Any:
-        """(stand-ins, what rests, index, x) -> x, of one layer."""
+    def _differentiable(self, layer: Layer, resting: PyTree, x: jax.Array) -> Any:
+        """(stand-ins, what rests, index, x) -> x, of one layer; `resting` for shapes."""
         index = jax.ShapeDtypeStruct((), jnp.uint32)
-        weights = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.stand_ins
-        )
-        inputs = (weights, index, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        whole, around = traced.opened(remat(self.policy)(layer), *inputs)
-        cut = LayerVjp(whole, *inputs, around)
+        names = self.placement.frozen_names
+        is_frozen = names[LAYERS] if names != () else ()
+
+        def rows(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+        weights, frozen = rows(self.stand_ins), rows(_part(resting, is_frozen))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        every = joined(weights, frozen)
+        whole, around = traced.opened(remat(self.policy)(layer), every, index, like)
+        cut = LayerVjp(whole, weights, index, like, around, frozen=frozen)
 
         def fetch(resting: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
-            return fetched(self.placement, resting, index), ()
+            here = fetched(self.placement.all, resting, index)
+            return _part(here, weights), _part(here, is_frozen)
 
         @jax.custom_vjp
         def run(_: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree) -> Any:
@@ -85,6 +92,13 @@ class FetchedStack:
 
         run.defvjp(forward, backward)
         return lambda *row_and_x: run(*row_and_x, around)
+
+
+def _part(tree: PyTree, like: PyTree) -> PyTree:
+    """The leaves of a tree of dicts that another one has too; nothing of nothing."""
+    if not isinstance(like, dict):
+        return () if like == () else tree
+    return {name: _part(tree[name], inner) for name, inner in like.items()}
 
 
 def fetched(placement: Placement, resting: PyTree, place: Any) -> PyTree:

@@ -105,6 +105,8 @@ class Shard:
 
         trained = fetched(self.placement, jax.tree.map(row, self.params[LAYERS]), place)
         frozen = jax.tree.map(row, _layers(self.frozen))
+        if frozen != ():
+            frozen = fetched(self.placement.frozen, frozen, place)
         return (
             jax.tree.map(use, trained, self._dims[LAYERS]),
             jax.tree.map(use, frozen, _layers(self._frozen_dims)),

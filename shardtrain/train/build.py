@@ -30,7 +30,13 @@ from shardtrain.sharding.disk import Disk, Rows
 from shardtrain.sharding.disk_files import DiskFiles
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.mesh import PIPELINE
-from shardtrain.sharding.placement import Placement, constrain_tree, leaves_by_path, path_name
+from shardtrain.sharding.placement import (
+    Placement,
+    constrain_tree,
+    leaves_by_path,
+    names_by_path,
+    path_name,
+)
 from shardtrain.sharding.row_gradient import densified
 from shardtrain.sharding.rules import Active, Table, stored_table
 from shardtrain.sharding.tiers import HOST, MASTER, Tiers
@@ -48,7 +54,7 @@ from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
-from shardtrain.train.begin import with_weights
+from shardtrain.train.begin import placed, with_weights
 from shardtrain.train.kept import EMA, Kept, for_evaluation, together
 from shardtrain.train.saved import Saved
 from shardtrain.train.state import TrainState, state_shardings
@@ -147,6 +153,8 @@ class Program:
             names=trained,
             shapes=trained_shapes,
             tiers=layout.tiers,
+            # Beside frozen weights what is trained is small.
+            stays=frozenset(names_by_path(trained)) if frozen != () else frozenset(),
             frozen_names=frozen,
             frozen_shapes=frozen_shapes,
         )
@@ -388,27 +396,46 @@ class Program:
     def _begins_on_host(self) -> bool:
         """Whether weights from elsewhere need not fit on the device."""
         tiers = self.layout.tiers
-        is_plain = self.placement.frozen_names == () and not self.kept.parts
-        off = {tiers.master, tiers.parameters} != {"device"}
-        return off and is_plain and self.order.is_model_order
+        master = tiers.master if self.placement.frozen_names == () else "device"
+        off = {master, tiers.parameters} != {"device"}
+        return off and not self.kept.parts and self.order.is_model_order
 
     def _from_host(self, weights: PyTree, *, evaluates: bool) -> TrainState:
         """The initial state of weights in the host's memory."""
+        placement, policy = self.placement, self.policy
+
+        def zeros(shapes: PyTree) -> PyTree:
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, policy.master), shapes)
+
+        def beside_frozen() -> TrainState:
+            trained, _, variables = self._drawn()
+            state = self._first_state(trained, zeros(placement.frozen_shapes), variables)
+            return without_frozen(state)
+
+        def without_frozen(state: TrainState) -> TrainState:
+            return state.replace(frozen=(), opt_state=() if evaluates else state.opt_state)
 
         def others() -> TrainState:
             _, _, variables = self._drawn()
             # No optimizer of ours begins with what depends on its parameters but the masters.
-            zeros = jax.tree.map(
-                lambda a: jnp.zeros(a.shape, self.policy.master), self.placement.shapes
-            )
-            return without(self._first_state(zeros, (), variables))
+            return without(self._first_state(zeros(placement.shapes), (), variables))
 
         def without(state: TrainState) -> TrainState:
             moments = {name: part for name, part in state.opt_state.items() if name != MASTER}
             return state.replace(params=(), opt_state=() if evaluates else moments)
 
+        if placement.frozen_names != ():
+            state: TrainState = jax.jit(
+                beside_frozen, out_shardings=without_frozen(self.shardings)
+            )()
+            frozen = jax.tree.map(
+                lambda leaf, target: placed(leaf, policy.compute, target),
+                self.training.begin(weights, ())[1],
+                placement.frozen.params,
+            )
+            return state.replace(frozen=frozen)
         made = jax.jit(others, out_shardings=without(self.shardings))()
-        return with_weights(made, weights, self.placement, self.policy, self.disk)
+        return with_weights(made, weights, placement, policy, self.disk)
 
     @cached_property
     def abstract_weights(self) -> PyTree:
