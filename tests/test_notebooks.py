@@ -12,10 +12,6 @@ LARGEST = 300_000  # bytes, pictures included
 SECONDS = 240  # for one cell, on a machine that has other work
 
 
-LONG = {"04_fine_tune"}
-"""In the marked run; `test_fine_tune.py` does the same with a smaller model."""
-
-
 def names(path: Path) -> str:
     return path.stem
 
@@ -24,14 +20,7 @@ def test_there_is_one() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.campaign if path.stem in LONG else ())
-        for path in NOTEBOOKS
-    ],
-    ids=names,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=names)
 def test_runs(path: Path, tmp_path: Path) -> None:
     """In a kernel of its own, with this process's environment, from a folder of its own."""
     nbformat = pytest.importorskip("nbformat")

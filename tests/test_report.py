@@ -410,7 +410,8 @@ def test_a_run_that_is_killed_twice(
     ]  # fmt: skip
     assert found["attempts"][-1]["cached"] is True, "a restart takes the program from the cache"
     for one in found["attempts"]:
-        assert 0 < one["first_step"] <= one["seconds"]
+        # Told by two clocks, to a tenth of a millisecond.
+        assert 0 < one["first_step"] <= one["seconds"] + 1e-3
     assert (found["done"], found["saves"]["newest"]) == (30, 30)
     assert 0 < found["step_time"] < 10
     assert 0 < found["saves"]["took"] < 10

@@ -298,13 +298,15 @@ def test_a_checkpoint_goes_between_host_and_device(tmp_path: Path) -> None:
 
 def test_the_largest_go_first() -> None:
     leaves = [("transform/mu/a", 10), ("transform/mu/b", 60), ("master/b", 60), ("master/c", 30)]
-    assert Tiers(moments=True).state_on_host(leaves) == {"transform/mu/a", "transform/mu/b"}
-    assert Tiers(moments=True, fraction=0.5).state_on_host(leaves) == {"transform/mu/b"}
-    assert Tiers(master=True).state_on_host(leaves) == {"master/b", "master/c"}
-    assert Tiers(parameters=True).state_on_host(leaves) == frozenset()
+    on_host = Tiers(moments="host", master="disk")
+    assert on_host.state_in("host", leaves) == {"transform/mu/a", "transform/mu/b"}
+    assert on_host.state_in("disk", leaves) == {"master/b", "master/c"}
+    assert Tiers(moments="host", fraction=0.5).state_in("host", leaves) == {"transform/mu/b"}
+    assert Tiers(parameters="host").state_in("host", leaves) == frozenset()
     layers = [("layers/a", 10), ("layers/b", 60), ("layers/c", 30)]
-    assert Tiers(parameters=True, fraction=0.8).layers_on_host(layers) == {"layers/b", "layers/c"}
-    assert Tiers(moments=True).layers_on_host(layers) == frozenset()
+    away = Tiers(parameters="host", fraction=0.8)
+    assert away.layers_in("host", layers) == {"layers/b", "layers/c"}
+    assert away.layers_in("disk", layers) == on_host.layers_in("host", layers) == frozenset()
 
 
 def test_devices_without_host_memory_are_refused() -> None:

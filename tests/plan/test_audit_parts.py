@@ -26,6 +26,7 @@ LAYOUT = Expected(
     state={},
     on_host=frozenset(),
     travels=Travels(0.0, 0.0, 0.0),
+    disk=Travels(0.0, 0.0, 0.0),
     parameter_width=2,
     gradient_width=2,
     products=Products(0.0, (0.0, 0.0)),

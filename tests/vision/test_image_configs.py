@@ -91,7 +91,7 @@ def test_the_config_for_eight_devices_has_32_images_on_each() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("export", "resnet18_digits", "--out", "there"), "an export is there for language models"),
+        (("export", "resnet18_digits", "--out", "there"), "an export is there for models of text"),
         (("generate", "resnet18_digits"), "generation is there for language models"),
         (("plan", "resnet18_digits", "--audit"), "planned for language models alone"),
         (("plan", "resnet18_digits", "--explain", "zero=1"), "planned for language models alone"),
