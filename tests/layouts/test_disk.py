@@ -28,6 +28,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.microbatches": 4,
         "train.precision": "bfloat16",
     },
+    "pipeline 2, zero 1": {"mesh.pipeline": 2, "sharding.zero": 1, "train.microbatches": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
     "pipeline 2, 6 layers, interleaved, bfloat16": {
         "mesh.pipeline": 2,
         "model.num_layers": 6,
@@ -37,8 +40,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.microbatches": 2,
         "train.precision": "bfloat16",
     },
-}
-MORE: dict[str, dict[str, Any]] = {
     "zero 0, adafactor": {"sharding.zero": 0, "optimizer.name": "adafactor"},
     "zero 2, tensor 2, float16": {
         "sharding.zero": 2,
