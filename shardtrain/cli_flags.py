@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from shardtrain.config import SECTIONS, TYPES, section_classes
 from shardtrain.config_files import put, read_source
 from shardtrain.config_init import inherit
-from shardtrain.config_keys import section_faults, unknown_key
+from shardtrain.config_keys import MISSING, section_faults, unknown_key
 from shardtrain.errors import ConfigError, raise_all
 
 Options = TypeVar("Options")
@@ -112,7 +112,9 @@ def parse(
         )
     classes = section_classes(raw)
     raise_all([fault for flag in dotted if (fault := _unknown(flag, classes)) is not None])
-    raise_all(section_faults(raw, classes, places, complete=False))
+    asks = "help" in given.values or "-h" in arguments
+    faults = section_faults(raw, classes, places, complete=not asks)
+    raise_all([fault for fault in faults if not (fault.where in dotted and _is_missing(fault))])
     parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")])]
     parts += [(key, _flags(part, raw.get(key, {}))) for key, part in classes.items()]
     found = _run(dataclasses.make_dataclass("Arguments", parts), arguments, command, kind.__doc__)
@@ -120,6 +122,11 @@ def parse(
         flag: getattr(getattr(found, flag.split(".")[0]), flag.split(".")[1]) for flag in dotted
     }
     return found.options, getattr(found.options, source), values
+
+
+def _is_missing(fault: ConfigError) -> bool:
+    """Whether it says that a key is not in the file, which a flag may give."""
+    return fault.message == MISSING
 
 
 def config_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:

@@ -153,16 +153,15 @@ def _show(config: RunConfig, cluster: Cluster, told: dict[str, Any]) -> None:
     console.print(table)
     for note in told["notes"]:
         console.print(note, soft_wrap=True)
-    what = "the compiled step" if told["compiled"] else "state and gradients alone"
-    verdict = "fits" if told["fits"] else "does not fit"
-    console.print(
-        f"{verdict}: {what} {'takes' if told['compiled'] else 'take'} "
-        f"{human_bytes(told['needed'])} of {human_bytes(told['room'])}",
-        soft_wrap=True,
-    )
-    if not told["compiled"]:
-        console.print(
-            "activations are not in it, nor is a time: the cost model is that of language models. "
-            "--compile says what the step takes",
-            soft_wrap=True,
+    needed = f"{human_bytes(told['needed'])} of {human_bytes(told['room'])}"
+    if told["compiled"]:
+        words = f"{'fits' if told['fits'] else 'does not fit'}: the compiled step takes {needed}"
+    elif told["fits"]:
+        words = (
+            f"state and gradients take {needed}. Whether the step fits is not known yet: "
+            "activations are not in it, nor is a time, for the cost model is that of language "
+            "models. --compile says what the step takes"
         )
+    else:
+        words = f"does not fit: state and gradients alone take {needed}"
+    console.print(words, soft_wrap=True)

@@ -410,6 +410,7 @@ def only_language(config: RunConfig, what: str) -> LanguageRunConfig:
         where="model.type",
         value=f'"{config.model.type}"',
         allowed='"transformer"',
+        cure="that is what the model is, so it is not there for this run",
     )
 
 
@@ -430,6 +431,8 @@ def with_text(config: RunConfig, what: str) -> TextRunConfig:
         where="model.type",
         value=f'"{config.model.type}"',
         allowed='"transformer", "bert"',
+        cure="that is what the model is; the weights of others are arrays in the run's "
+        "checkpoints, which `shardtrain checkpoints RUN` lists",
     )
 
 

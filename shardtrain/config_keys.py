@@ -7,7 +7,7 @@ are, and checks that span them (`shardtrain.config`).
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,6 +17,10 @@ from shardtrain.plan.layout import listed
 
 Sections = Mapping[str, type[BaseModel]]
 """Section name to its class."""
+
+
+MISSING: Final = "is missing; it has no default"
+"""What is said of a key that must be given."""
 
 
 def section_faults(
@@ -141,7 +145,7 @@ def _translated(
     where = _place(dotted, places)
     if kind == "missing":
         return ConfigError(
-            "is missing; it has no default",
+            MISSING,
             where=dotted,
             cure=f"write `{key} = ...` under [{section}], or give --{dotted}",
         )

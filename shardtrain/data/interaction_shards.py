@@ -6,6 +6,7 @@ cache. Does not own: what a line means (`interaction_formats`), which files ther
 """
 
 import csv
+import difflib
 import gzip
 import hashlib
 import json
@@ -180,12 +181,14 @@ def _header(path: Path, line: str, wanted: list[str]) -> None:
     there = line.split(",")
     missing = [name for name in wanted if name not in there]
     if missing:
+        near = difflib.get_close_matches(missing[0], there, n=1)
         raise DataError(
-            f"there is no column {', '.join(missing)}",
+            "there is no such column",
             where=f"{path}, line 1",
-            value=line,
-            allowed=", ".join(wanted),
-            cure="name the columns of the file in data.label, data.dense and data.ids",
+            value=", ".join(missing),
+            allowed=", ".join(there),
+            cure=(f'did you mean "{near[0]}"? ' if near else "")
+            + "data.label, data.dense and data.ids name the columns",
         )
 
 

@@ -155,7 +155,7 @@ def test_a_file_without_a_column_is_refused(tmp_path: Path) -> None:
     path.write_text("user,movie,label,age\n1,1,1,0\n")
     with pytest.raises(DataError) as caught:
         open_files(path, (4, 5), 1, **NAMED, bad_rows="skip")
-    assert caught.value.message == "there is no column item"
+    assert (caught.value.message, caught.value.value) == ("there is no such column", "item")
     assert caught.value.where == f"{path}, line 1"
 
 
