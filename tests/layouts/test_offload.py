@@ -61,6 +61,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "train.precision": "bfloat16",
         "optimizer.clip_norm": 0.1,
     },
+}
+MORE_PARAMETERS: dict[str, dict[str, Any]] = {
     "pipeline 2, tensor 2, zero 3": {
         "mesh.pipeline": 2,
         "mesh.tensor": 2,
@@ -68,8 +70,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "train.microbatches": 2,
         "train.precision": "bfloat16",
     },
-}
-MORE_PARAMETERS: dict[str, dict[str, Any]] = {
     "parameters only, zero 1, 4 microbatches": {
         "offload.optimizer": "device",
         "sharding.zero": 1,
