@@ -74,8 +74,10 @@ def test_whole_tensors_come_and_go(tmp_path: Path) -> None:
     for row in range(GROUP.rows):
         files.write(GROUP, 1, row, values(row))
     files.read(GROUP, 1, 0, 1)  # and one is read ahead
-    for row, found in enumerate(files.load(GROUP, 1, "b")):
+    for row, found in enumerate(files.load(GROUP, 1, "b", 1)):
         np.testing.assert_array_equal(found, values(row)[1])
+    with pytest.raises(RuntimeError, match="row 0 of state is at version 1, not 2"):
+        files.load(GROUP, 1, "b", 2)
     files.store(GROUP, 1, "a", [values(row, 7)[0] for row in range(GROUP.rows)])
     a, b = files.read(GROUP, 1, 4, 0)
     np.testing.assert_array_equal(a, values(4, 7)[0])

@@ -185,18 +185,21 @@ class Rows:
 
     # -- whole tensors, outside of programs
 
-    def load(self, path: str, target: NamedSharding) -> jax.Array:
+    def load(self, path: str, target: NamedSharding, version: jax.Array) -> jax.Array:
         """A whole tensor.
 
         Args:
             path: which.
             target: its sharding, in any memory.
+            version: what stands for it in the state; the programs that write it may still run.
         """
+        # Waits for them on all devices: the last of their writes gives this number.
+        wanted = int(jax.block_until_ready(version).addressable_data(0))
         numbers = {device: i for i, device in enumerate(self._devices)}
         whole = self.leaves[path]
 
         def part(device: jax.Device) -> Any:
-            rows = self.files.load(self.group, numbers[device], path)
+            rows = self.files.load(self.group, numbers[device], path, wanted)
             # A row has an entry of each stage that this device is in, which is one or all.
             return np.concatenate(rows)
 

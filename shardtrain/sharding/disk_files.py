@@ -88,6 +88,14 @@ class Group:
         raise KeyError(path)
 
 
+def _require(rows: "_Rows", row: int, version: int) -> None:
+    """Refuses to read another version than the reader means."""
+    if rows.versions[row] != version:
+        raise RuntimeError(
+            f"row {row} of {rows.group.name} is at version {rows.versions[row]}, not {version}"
+        )
+
+
 def _view(block: Block, buffer: mmap.mmap, start: int = 0) -> Array:
     part = np.frombuffer(buffer, np.uint8, block.nbytes, start)
     return part.view(block.dtype).reshape(block.shape)
@@ -198,10 +206,7 @@ class DiskFiles:
             RuntimeError: the disk has another version: a fault of ours.
         """
         rows = self._of(group, device)
-        if rows.versions[row] != version:
-            raise RuntimeError(
-                f"row {row} of {group.name} is at version {rows.versions[row]}, not {version}"
-            )
+        _require(rows, row, version)
         buffer = self._fetched(rows, row, version)
         if rows.lent is not None and rows.lent[2] is not buffer:
             rows.give(rows.lent[2])
@@ -227,9 +232,21 @@ class DiskFiles:
             self._pwrite(there.file, buffer, row * group.nbytes + start)
         there.versions[:] = [0] * group.rows
 
-    def load(self, group: Group, device: int, path: str) -> list[Array]:
-        """One tensor of all rows, as copies."""
+    def load(self, group: Group, device: int, path: str, version: int) -> list[Array]:
+        """One tensor of all rows, as copies.
+
+        Args:
+            group: what it is of.
+            device: whose.
+            path: which tensor.
+            version: which the reader means.
+
+        Raises:
+            RuntimeError: the disk has another version: a fault of ours.
+        """
         there = self._of(group, device)
+        for row in range(group.rows):
+            _require(there, row, version)
         self._settle(there)
         block, start = group.block(path)
         buffer, found = mmap.mmap(-1, block.room), []

@@ -107,17 +107,19 @@ class Saved:
                 as_saved.shape,
                 as_saved.dtype,
                 as_saved.sharding,
-                load=lambda: self._load(name, full, saved),
+                load=lambda: self._load(name, full, saved, leaf),
                 store=lambda whole: self._store(name, full, saved, whole),
             )
 
         made: TrainState = jax.tree.map_with_path(apart, state)
         return made
 
-    def _load(self, name: str, path: str, saved: Mapping[str, Any]) -> jax.Array:
+    def _load(
+        self, name: str, path: str, saved: Mapping[str, Any], version: jax.Array
+    ) -> jax.Array:
         rows = self.disk.by_path[name]
         stack = rows.leaves[name].sharding.with_memory_kind(HOST)
-        leaf = rows.load(name, stack)
+        leaf = rows.load(name, stack, version)
         if self.order.is_model_order or not self._is_stacked[path]:
             return leaf
         move = self._mover((path,), self.order.places, {path: stack}, {path: saved[path].sharding})
