@@ -456,6 +456,8 @@ class Attempt:
         self.phases.enter("restore")
         self.checkpoints.wait()
         self._tell_saved(observer)
+        # What rests on a disk is still written by a step that runs.
+        jax.block_until_ready(ending.state)
         state, step = self._state_before(update.step - config.rollback_steps)
         cursor = max(int(state.cursor) + config.rollback_batches, update.cursor + 1)
         left_out = cursor - int(state.cursor)
