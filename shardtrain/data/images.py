@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardtrain.data.image_augment import for_evaluation, for_training, mixed
 from shardtrain.data.image_codec import ImageFault, Pixels
-from shardtrain.data.order import Order
+from shardtrain.data.order import InOrder
 from shardtrain.errors import DataError
 
 Batch = dict[str, NDArray[Any]]
@@ -95,7 +95,7 @@ class BadImages:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageData:
+class ImageData(InOrder):
     """Some images of a source, in batches."""
 
     source: ImageSource
@@ -111,23 +111,6 @@ class ImageData:
     def num_samples(self) -> int:
         """Images that there are."""
         return len(self.ids)
-
-    @property
-    def order(self) -> Order:
-        """Which samples each batch holds."""
-        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
-
-    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Return which samples a batch holds; see `Order.sample_ids`."""
-        return self.order.sample_ids(cursor, start, stop)
-
-    def digest(self, cursor: int) -> str:
-        """Name the samples of a batch; see `Order.digest`."""
-        return self.order.digest(cursor)
-
-    def evaluation_batches(self, limit: int) -> int:
-        """Return how many batches an evaluation has; see `Order.evaluation_batches`."""
-        return self.order.evaluation_batches(limit)
 
     def remarks(self) -> dict[str, int]:
         """How many images could not be read so far, in this process, where there were any."""

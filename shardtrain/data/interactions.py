@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardtrain.data.order import Order
+from shardtrain.data.order import InOrder
 from shardtrain.data.permutation import keys, permute
 from shardtrain.errors import DataError
 
@@ -99,7 +99,7 @@ def split(total: int, fraction: float, *, shuffle: bool) -> tuple[Part, Part]:
 
 
 @dataclass(frozen=True, eq=False)
-class Interactions:
+class Interactions(InOrder):
     """Some rows of a data set that all processes read, in batches."""
 
     source: Shards
@@ -114,23 +114,6 @@ class Interactions:
     def num_samples(self) -> int:
         """Interactions that there are."""
         return self.part.count
-
-    @property
-    def order(self) -> Order:
-        """Which samples each batch holds."""
-        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
-
-    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Return which samples a batch holds; see `Order.sample_ids`."""
-        return self.order.sample_ids(cursor, start, stop)
-
-    def digest(self, cursor: int) -> str:
-        """Name the samples of a batch; see `Order.digest`."""
-        return self.order.digest(cursor)
-
-    def evaluation_batches(self, limit: int) -> int:
-        """Return how many batches an evaluation has; see `Order.evaluation_batches`."""
-        return self.order.evaluation_batches(limit)
 
     def remarks(self) -> dict[str, int]:
         """How many rows could not be used, where there were any."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardtrain.data.order import Order
+from shardtrain.data.order import InOrder
 from shardtrain.data.tokens import TokenFile
 from shardtrain.errors import DataError
 
@@ -25,7 +25,7 @@ documents kept apart also segments, positions [rows, length] int32."""
 
 
 @dataclass(frozen=True, eq=False)
-class LanguageData:
+class LanguageData(InOrder):
     """Tokens in samples of a fixed length, and the order in which they are taken."""
 
     tokens: NDArray[np.integer[Any]] = field(repr=False)
@@ -58,16 +58,6 @@ class LanguageData:
             else (targets // self.sequence_length)
         )
 
-    @property
-    def order(self) -> Order:
-        """Which samples each batch holds."""
-        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Full batches in an epoch; the samples that are left over differ from epoch to epoch."""
-        return self.order.batches_per_epoch
-
     def epochs(self, cursor: int) -> float:
         """Return how many epochs lie before a batch.
 
@@ -75,14 +65,6 @@ class LanguageData:
             cursor: the batch, counted from 0 over all epochs.
         """
         return cursor / self.batches_per_epoch
-
-    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Return which samples a batch holds; see `Order.sample_ids`."""
-        return self.order.sample_ids(cursor, start, stop)
-
-    def digest(self, cursor: int) -> str:
-        """Name the samples of a batch; see `Order.digest`."""
-        return self.order.digest(cursor)
 
     def remarks(self) -> dict[str, int]:
         """Nothing: what cannot be read stops the run."""
@@ -111,14 +93,6 @@ class LanguageData:
             All rows, see `Batch`.
         """
         return self.rows(cursor, 0, self.batch_size)
-
-    def evaluation_batches(self, limit: int) -> int:
-        """Return how many batches an evaluation has.
-
-        Args:
-            limit: at most so many; 0 = no limit.
-        """
-        return self.order.evaluation_batches(limit)
 
     def evaluation_rows(self, index: int, start: int, stop: int) -> Batch:
         """Read some rows of a batch for evaluation.

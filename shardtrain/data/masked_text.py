@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardtrain.data.language import Batch
 from shardtrain.data.masking import EVALUATION, generator, hide, num_predicted
-from shardtrain.data.order import Order
+from shardtrain.data.order import InOrder
 from shardtrain.data.tokens import TokenFile
 from shardtrain.data.wordpiece import Pieces
 from shardtrain.errors import DataError
@@ -30,7 +30,7 @@ _SPECIAL = 3
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedText:
+class MaskedText(InOrder):
     """Documents in samples of a fixed length, and the order in which they are taken."""
 
     tokens: NDArray[np.integer[Any]] = field(repr=False)
@@ -57,24 +57,6 @@ class MaskedText:
         """Samples that there are."""
         return int(self.firsts[-1])
 
-    @property
-    def order(self) -> Order:
-        """Which samples each batch holds."""
-        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Full batches in an epoch."""
-        return self.order.batches_per_epoch
-
-    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Return which samples a batch holds; see `Order.sample_ids`."""
-        return self.order.sample_ids(cursor, start, stop)
-
-    def digest(self, cursor: int) -> str:
-        """Name the samples of a batch; see `Order.digest`."""
-        return self.order.digest(cursor)
-
     def remarks(self) -> dict[str, int]:
         """Nothing: what cannot be read stops the run."""
         return {}
@@ -96,10 +78,6 @@ class MaskedText:
     def batch_at(self, cursor: int) -> Batch:
         """Read a global batch; see `rows`."""
         return self.rows(cursor, 0, self.batch_size)
-
-    def evaluation_batches(self, limit: int) -> int:
-        """Return how many batches an evaluation has, at most `limit` unless that is 0."""
-        return self.order.evaluation_batches(limit)
 
     def evaluation_rows(self, index: int, start: int, stop: int) -> Batch:
         """Read some rows of a batch for evaluation.

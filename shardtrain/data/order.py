@@ -89,6 +89,44 @@ class Order:
         return permute(places, self.num_samples, _epoch_keys(_EVALUATION_SEED, 0))
 
 
+class InOrder:
+    """What takes its samples in an `Order`; a base of the kinds of data that are held whole.
+
+    `num_samples` is how many there are, `batch_size` how many a global batch has.
+    """
+
+    batch_size: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that there are."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> Order:
+        """Which samples each batch holds."""
+        return Order(self.num_samples, self.batch_size, self.seed, self.shuffle)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Full batches in an epoch; the samples that are left over differ from epoch to epoch."""
+        return self.order.batches_per_epoch
+
+    def sample_ids(self, cursor: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return which samples a batch holds; see `Order.sample_ids`."""
+        return self.order.sample_ids(cursor, start, stop)
+
+    def digest(self, cursor: int) -> str:
+        """Name the samples of a batch; see `Order.digest`."""
+        return self.order.digest(cursor)
+
+    def evaluation_batches(self, limit: int) -> int:
+        """Return how many batches an evaluation has; see `Order.evaluation_batches`."""
+        return self.order.evaluation_batches(limit)
+
+
 @lru_cache(maxsize=16)
 def _epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return keys(seed, epoch)
