@@ -188,7 +188,7 @@ def _from_json(path: Path) -> HuggingFaceTokenizer:
             f"reading a {TOKENIZER_FILE} needs the package `tokenizers`, which is not installed",
             where=_KEY,
             value=str(path),
-            cure="pip install tokenizers (the extra `hf` of this package has it)",
+            cure='pip install "shardtrain[hf]"',
         ) from error
     content = path.read_bytes()
     try:

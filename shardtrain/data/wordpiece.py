@@ -185,7 +185,7 @@ def learn(texts: Callable[[], Iterable[str]], size: int) -> bytes:
             "learning a tokenizer needs the package `tokenizers`, which is not installed",
             where=_KEY,
             value=f"{LEARNED}{size}",
-            cure="pip install tokenizers (the extra `hf` of this package has it)",
+            cure='pip install "shardtrain[hf]"',
         ) from error
     drawn = tokenizers.Tokenizer(tokenizers.models.WordPiece({}, unk_token="[UNK]"))
     _set_up(tokenizers, drawn)
