@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.checkpoint.folder import complete_steps
 from shardtrain.config import BertRunConfig
@@ -23,59 +22,26 @@ from shardtrain.data.sources import DataInfo, open_tokens, require_vocabulary
 from shardtrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from shardtrain.data.wordpiece import is_learned
 from shardtrain.models.bert import Bert
+from shardtrain.models.config import TransformerConfig
 from shardtrain.models.flops import training_flops_per_masked_sample
-from shardtrain.plan.stages import make_stages
-from shardtrain.run_defaults import WorkDefaults
-from shardtrain.sharding.mesh import mesh_platform
-from shardtrain.sharding.rules import Table
-from shardtrain.strategies.accumulate import Accumulation
-from shardtrain.strategies.parts import Runner
-from shardtrain.strategies.pipeline import Pipeline
-from shardtrain.strategies.stack import choose_loop
-from shardtrain.strategies.zigzag import Arrange, in_order
+from shardtrain.run_text import TextWork
 from shardtrain.tasks.base import Task
 from shardtrain.tasks.masked_lm import MaskedLanguageModel
 from shardtrain.train.build import Create
-from shardtrain.train.kept import Part
 from shardtrain.train.rundir import checkpoints_in
 
 
 @dataclass(frozen=True)
-class BertWork(WorkDefaults):
+class BertWork(TextWork):
     """A masked language model on text; see `run_work.Work`."""
 
     config: BertRunConfig
 
-    unit = "tokens"
     samples = "samples"
-
-    @property
-    def units(self) -> int:
-        """Tokens of a global batch, padding included."""
-        return self.config.data.batch_size * self.config.data.sequence_length
-
-    @property
-    def portions(self) -> str:
-        """A global batch in words."""
-        return f"{self.config.data.batch_size} x {self.config.data.sequence_length} tokens"
-
-    @property
-    def threads(self) -> int:
-        """Threads that read batches."""
-        return 1
-
-    @property
-    def sample_tokens(self) -> int:
-        """Tokens that the model writes at the end."""
-        return 0
 
     def known_size(self) -> int | None:
         """Tokens, where the config says how many."""
         return self.config.model.vocab_size or None
-
-    def size(self, found: int) -> int:
-        """`model.vocab_size` goes before what the data has."""
-        return self.config.model.vocab_size or found
 
     def open_data(
         self, say: Callable[[str], None]
@@ -104,45 +70,20 @@ class BertWork(WorkDefaults):
         """Predicting hidden tokens, and whether one part follows the other."""
         return MaskedLanguageModel(size, self.config.model.next_sentence)
 
-    def runner(self, mesh: Mesh | AbstractMesh, size: int) -> Runner:
-        """Microbatches one after another, or in a pipeline."""
-        config, stages = self.config, mesh.shape["pipeline"]
-        train, model, platform = config.train, config.model, mesh_platform(mesh)
-        if stages == 1:
-            loop = choose_loop(model.layer_loop, model.num_layers, platform)
-            if loop == "scan" and train.overlap:
-                loop = "peel"
-            return Accumulation(train.remat, loop, train.microbatches)
-        schedule, layout = make_stages(
-            config.pipeline,
-            model.as_transformer,
-            stages=stages,
-            microbatches=train.microbatches,
-            length=config.data.sequence_length,
-            vocab_size=math.ceil(size * config.data.mask_fraction),  # others are not scored
-        )
-        return Pipeline(
-            schedule, layout, train.remat, choose_loop(model.layer_loop, layout.num_slots, platform)
-        )
+    @property
+    def stack(self) -> TransformerConfig:
+        """The encoder in the words of a transformer's section."""
+        return self.config.model.as_transformer
 
-    def arrange(self, mesh: Mesh | AbstractMesh, compute: Table) -> Arrange:
-        """As they are."""
-        del mesh, compute
-        return in_order
-
-    def kept(self) -> tuple[tuple[str, Part], ...]:
-        """Nothing of its own."""
-        return ()
+    def scored(self, size: int) -> int:
+        """Only hidden tokens are scored."""
+        return math.ceil(size * self.config.data.mask_fraction)
 
     def blank(self, rows: int) -> Rows:
         """Samples that count for nothing."""
         data = self.config.data
         pairs = self.config.model.next_sentence
         return blank_masked(rows, data.sequence_length, data.mask_fraction, pairs=pairs)
-
-    def microbatches_alone(self) -> int:
-        """One: microbatches do not change what is computed."""
-        return 1
 
     def leave(self, folder: Path) -> None:
         """A tokenizer that was learned from the text: the next phase, and an export, want it."""

@@ -19,10 +19,8 @@ from shardtrain.errors import ConfigError
 from shardtrain.models.flops import training_flops_per_image
 from shardtrain.models.resnet import ResNet
 from shardtrain.run_defaults import WorkDefaults
-from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.parts import Runner
-from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Task
 from shardtrain.tasks.image_classification import ImageClassification
 from shardtrain.train.build import Create
@@ -53,11 +51,6 @@ class ImageWork(WorkDefaults):
     def threads(self) -> int:
         """Threads that read batches."""
         return self.config.data.threads
-
-    @property
-    def sample_tokens(self) -> int:
-        """Tokens that the model writes at the end."""
-        return 0
 
     def known_size(self) -> int | None:
         """Classes, where the config says how many."""
@@ -95,11 +88,6 @@ class ImageWork(WorkDefaults):
         """Microbatches one after another; there is no stack of layers to loop over."""
         del mesh, size
         return Accumulation(microbatches=self.config.train.microbatches, whole=True)
-
-    def arrange(self, mesh: Mesh | AbstractMesh, compute: Table) -> Arrange:
-        """As they are."""
-        del mesh, compute
-        return in_order
 
     def kept(self) -> tuple[tuple[str, Part], ...]:
         """The running statistics of batch norm."""

@@ -15,47 +15,25 @@ from shardtrain.config import LanguageRunConfig, known_vocab
 from shardtrain.data.language import LanguageData, blank_batch
 from shardtrain.data.loader import Rows
 from shardtrain.data.sources import DataInfo, open_data, require_vocabulary
+from shardtrain.models.config import TransformerConfig
 from shardtrain.models.flops import training_flops_per_token
 from shardtrain.models.transformer import Transformer
-from shardtrain.plan.stages import make_stages
-from shardtrain.run_defaults import WorkDefaults
-from shardtrain.sharding.mesh import mesh_platform
+from shardtrain.run_text import TextWork
 from shardtrain.sharding.rules import Table
-from shardtrain.strategies.accumulate import Accumulation
-from shardtrain.strategies.parts import Runner
-from shardtrain.strategies.pipeline import Pipeline
-from shardtrain.strategies.stack import choose_loop
 from shardtrain.strategies.zigzag import Arrange, in_order, make_zigzag
 from shardtrain.tasks.base import Task
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.train.build import Create
-from shardtrain.train.kept import Part
 from shardtrain.verify.shrink import shrunk
 
 
 @dataclass(frozen=True)
-class LanguageWork(WorkDefaults):
+class LanguageWork(TextWork):
     """A language model on text; see `run_work.Work`."""
 
     config: LanguageRunConfig
 
-    unit = "tokens"
     samples = "sequences"
-
-    @property
-    def units(self) -> int:
-        """Tokens of a global batch."""
-        return self.config.data.batch_size * self.config.data.sequence_length
-
-    @property
-    def portions(self) -> str:
-        """A global batch in words."""
-        return f"{self.config.data.batch_size} x {self.config.data.sequence_length} tokens"
-
-    @property
-    def threads(self) -> int:
-        """Threads that read batches."""
-        return 1
 
     @property
     def sample_tokens(self) -> int:
@@ -65,10 +43,6 @@ class LanguageWork(WorkDefaults):
     def known_size(self) -> int | None:
         """Tokens, where the config says how many."""
         return self.config.model.vocab_size or known_vocab(self.config)
-
-    def size(self, found: int) -> int:
-        """`model.vocab_size` goes before what the data has."""
-        return self.config.model.vocab_size or found
 
     def open_data(
         self, say: Callable[[str], None]
@@ -96,43 +70,24 @@ class LanguageWork(WorkDefaults):
         """Predicting the next token."""
         return LanguageModel(self.config.task, size)
 
-    def runner(self, mesh: Mesh | AbstractMesh, size: int) -> Runner:
-        """Microbatches one after another, or in a pipeline."""
-        config, stages = self.config, mesh.shape["pipeline"]
-        train, model, platform = config.train, config.model, mesh_platform(mesh)
-        if stages == 1:
-            loop = choose_loop(model.layer_loop, model.num_layers, platform)
-            if loop == "scan" and train.overlap:
-                loop = "peel"
-            return Accumulation(train.remat, loop, train.microbatches)
-        schedule, layout = make_stages(
-            config.pipeline,
-            model,
-            stages=stages,
-            microbatches=train.microbatches,
-            length=config.data.sequence_length,
-            vocab_size=size,
-        )
-        loop = choose_loop(model.layer_loop, layout.num_slots, platform)
-        return Pipeline(schedule, layout, train.remat, loop)
+    @property
+    def stack(self) -> TransformerConfig:
+        """The model's section."""
+        return self.config.model
+
+    def scored(self, size: int) -> int:
+        """Each token has a score for all."""
+        return size
 
     def arrange(self, mesh: Mesh | AbstractMesh, compute: Table) -> Arrange:
         """In a ring each device has a chunk from the front and one from the back."""
         is_ring = mesh.shape["context"] > 1 and self.config.model.attention != "ulysses"
         return make_zigzag(compute, mesh) if is_ring else in_order
 
-    def kept(self) -> tuple[tuple[str, Part], ...]:
-        """Nothing of its own."""
-        return ()
-
     def blank(self, rows: int) -> Rows:
         """Sequences that count for nothing."""
         data = self.config.data
         return blank_batch(rows, data.sequence_length, separate_documents=data.separate_documents)
-
-    def microbatches_alone(self) -> int:
-        """One: microbatches do not change what is computed."""
-        return 1
 
     def shrunk(
         self, sections: Mapping[str, Any], degrees: Mapping[str, int]

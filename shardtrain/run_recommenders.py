@@ -25,18 +25,15 @@ from shardtrain.models.table_layout import TableLayout
 from shardtrain.optim.tables import RowAdagrad, RowRule, RowSgd
 from shardtrain.run_defaults import WorkDefaults
 from shardtrain.sharding.processes import processes
-from shardtrain.sharding.rules import Table
 from shardtrain.strategies.accumulate import Accumulation
 from shardtrain.strategies.parts import Runner
 from shardtrain.strategies.tables import TableAccumulation
-from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Task
 from shardtrain.tasks.click import Click
 from shardtrain.tasks.config import RetrievalConfig
 from shardtrain.tasks.ranking import auc
 from shardtrain.tasks.retrieval import Retrieval
 from shardtrain.train.build import Create
-from shardtrain.train.kept import Part
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,6 @@ class RecommenderWork(WorkDefaults):
     def portions(self) -> str:
         """A global batch in words."""
         return f"{self.config.data.batch_size} interactions"
-
-    @property
-    def threads(self) -> int:
-        """Threads that read batches."""
-        return 1
-
-    @property
-    def sample_tokens(self) -> int:
-        """Tokens that the model writes at the end."""
-        return 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -146,15 +133,6 @@ class RecommenderWork(WorkDefaults):
         if self.tables.split and not self.config.model.freeze_tables:
             return TableAccumulation(microbatches)
         return Accumulation(microbatches=microbatches, whole=True)
-
-    def arrange(self, mesh: Mesh | AbstractMesh, compute: Table) -> Arrange:
-        """As they are."""
-        del mesh, compute
-        return in_order
-
-    def kept(self) -> tuple[tuple[str, Part], ...]:
-        """Nothing."""
-        return ()
 
     def blank(self, rows: int) -> Rows:
         """Interactions that count for nothing."""
