@@ -405,12 +405,11 @@ def only_language(config: RunConfig, what: str) -> LanguageRunConfig:
     """
     if isinstance(config, LanguageRunConfig):
         return config
-    raise ConfigError(
+    raise _another_kind(
         f"{what} is there for language models alone",
-        where="model.type",
-        value=f'"{config.model.type}"',
-        allowed='"transformer"',
-        cure="that is what the model is, so it is not there for this run",
+        LanguageRunConfig,
+        "so it is not there for this run",
+        config,
     )
 
 
@@ -426,13 +425,22 @@ def with_text(config: RunConfig, what: str) -> TextRunConfig:
     """
     if isinstance(config, TextRunConfig):
         return config
-    raise ConfigError(
+    raise _another_kind(
         f"{what} is there for models of text alone",
+        TextRunConfig,
+        "the weights of others are arrays in the run's checkpoints, which `shardtrain checkpoints "
+        "RUN` lists",
+        config,
+    )
+
+
+def _another_kind(message: str, kinds: Any, cure: str, config: RunConfig) -> ConfigError:
+    return ConfigError(
+        message,
         where="model.type",
         value=f'"{config.model.type}"',
-        allowed='"transformer", "bert"',
-        cure="that is what the model is; the weights of others are arrays in the run's "
-        "checkpoints, which `shardtrain checkpoints RUN` lists",
+        allowed=", ".join(f'"{name}"' for name, run in RUNS.items() if issubclass(run, kinds)),
+        cure=f"that is what the model is; {cure}",
     )
 
 

@@ -6,6 +6,7 @@ Owns: checks between its model, its data and its layout. Does not own: those tha
 
 from collections.abc import Iterator, Mapping
 
+from shardtrain.config_stackless import stackless_faults
 from shardtrain.data.config import ImageDataConfig
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import ResNetConfig
@@ -44,7 +45,7 @@ def image_faults(
         One error per fault, none when all is well.
     """
     return [
-        *_layout(train, sharding, degrees),
+        *stackless_faults("resnet", _WITHOUT, train, sharding, degrees),
         *_norm(model, train),
         *_layers(train, offload),
         *_channels(data),
@@ -67,33 +68,6 @@ def weight_faults(init: str, rank: int) -> list[ConfigError]:
         for key, value in (("run.init", init), ("lora.rank", rank))
         if value
     ]
-
-
-def _layout(
-    train: TrainConfig, sharding: ShardingConfig, degrees: Degrees
-) -> Iterator[ConfigError]:
-    for axis, reason in _WITHOUT.items():
-        if degrees[axis] > 1:
-            yield ConfigError(
-                f'model.type="resnet" cannot use it: {reason}; use 1, and mesh.data or '
-                "mesh.replica instead",
-                where=f"mesh.{axis}={degrees[axis]}",
-            )
-    if sharding.sequence_parallel:
-        yield ConfigError(
-            'model.type="resnet" has no sequences; leave it out',
-            where="sharding.sequence_parallel=True",
-        )
-    if train.remat != "none":
-        yield ConfigError(
-            'model.type="resnet" has no stack of layers to compute again; use "none"',
-            where=f'train.remat="{train.remat}"',
-        )
-    for key in ("overlap", "audit"):
-        if {"overlap": train.overlap, "audit": train.audit}[key]:
-            yield ConfigError(
-                "it is there for language models alone; leave it out", where=f"train.{key}=True"
-            )
 
 
 def _layers(train: TrainConfig, offload: OffloadConfig) -> Iterator[ConfigError]:

@@ -7,6 +7,7 @@ Owns: checks between its model, its data and its layout. Does not own: those tha
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from shardtrain.config_stackless import stackless_faults
 from shardtrain.data.config import InteractionsConfig
 from shardtrain.data.interaction_formats import misfits
 from shardtrain.errors import ConfigError
@@ -53,7 +54,8 @@ def recommender_faults(
         One error per fault, none when all is well.
     """
     return [
-        *_layout(model, sharding, degrees),
+        *stackless_faults(model.type, _WITHOUT, train, sharding, degrees),
+        *_rules(sharding),
         *_step(model, train, offload, optimizer, rank),
         *_tables(model, degrees),
         *_columns(model, data),
@@ -61,19 +63,7 @@ def recommender_faults(
     ]
 
 
-def _layout(model: Model, sharding: ShardingConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    for axis, reason in _WITHOUT.items():
-        if degrees[axis] > 1:
-            yield ConfigError(
-                f'model.type="{model.type}" cannot use it: {reason}; use 1, and mesh.data or '
-                "mesh.replica instead",
-                where=f"mesh.{axis}={degrees[axis]}",
-            )
-    if sharding.sequence_parallel:
-        yield ConfigError(
-            f'model.type="{model.type}" has no sequences; leave it out',
-            where="sharding.sequence_parallel=True",
-        )
+def _rules(sharding: ShardingConfig) -> Iterator[ConfigError]:
     for name in _FIXED:
         if name in sharding.rules:
             yield ConfigError(
@@ -92,16 +82,6 @@ def _step(
             'copy of a table; use "float32"',
             where=f'train.precision="{train.precision}"',
         )
-    if train.remat != "none":
-        yield ConfigError(
-            f'model.type="{model.type}" has no stack of layers to compute again; use "none"',
-            where=f'train.remat="{train.remat}"',
-        )
-    for key, chosen in (("overlap", train.overlap), ("audit", train.audit)):
-        if chosen:
-            yield ConfigError(
-                "it is there for language models alone; leave it out", where=f"train.{key}=True"
-            )
     for key, value in (
         ("optimizer", offload.optimizer),
         ("master", offload.master),
