@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardtrain.checkpoint.folder import APART, STATE, LeafRecord
 from shardtrain.errors import CheckpointError
 from shardtrain.ops.digest import host_digest, pieces
-from shardtrain.sharding.disk import Apart
+from shardtrain.sharding.disk import Apart, loaded
 
 PyTree = Any
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct | Apart
@@ -74,9 +74,7 @@ class Leaves:
             if isinstance(leaf, Apart) and _num_bytes(leaf) > SMALL
         }
         rest: dict[str, Leaf] = {
-            name: leaf.load() if isinstance(leaf, Apart) else leaf
-            for name, leaf in self.by_name.items()
-            if name not in turns
+            name: loaded(leaf) for name, leaf in self.by_name.items() if name not in turns
         }
         tree: dict[str, Any] = {}
         for name, leaf in rest.items():

@@ -28,12 +28,13 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
-    SingleDeviceSharding,
 )
+from numpy.typing import NDArray
 
 from shardtrain.errors import ConfigError
 from shardtrain.sharding.disk_files import Block, DiskFiles, Group, Speed, measure
-from shardtrain.sharding.mesh import mesh_axes
+from shardtrain.sharding.mesh import only_axes
+from shardtrain.sharding.tiers import of_pieces
 
 PyTree = Any
 Flat = dict[str, Any]
@@ -54,6 +55,11 @@ class Apart:
     """Writes it; what stands in its place in the state."""
 
 
+def loaded(leaf: Any) -> Any:
+    """A leaf of a state that is saved, read if it is `Apart`."""
+    return leaf.load() if isinstance(leaf, Apart) else leaf
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Tensors of one mesh that are read and written together, a row at a time."""
@@ -71,7 +77,7 @@ class Rows:
         """The tensors."""
         return tuple(self.leaves)
 
-    @property
+    @cached_property
     def group(self) -> Group:
         """A row as one device has it."""
         rows = next(iter(self.leaves.values())).shape[0] // self.stages
@@ -86,7 +92,7 @@ class Rows:
     def here(self) -> list[int]:
         """The numbers of the devices of this process."""
         mine = jax.process_index()
-        return [i for i, device in enumerate(self._devices) if device.process_index == mine]
+        return [i for device, i in self._numbers.items() if device.process_index == mine]
 
     def _block(self, path: str) -> Block:
         leaf = self.leaves[path]
@@ -110,7 +116,8 @@ class Rows:
         """
 
         def own(row: jax.Array, version: jax.Array) -> tuple[jax.Array, ...]:
-            return read_row(self.files, self.group, device_number(self.mesh), row, version)
+            device = device_number(self.mesh)
+            return tuple(_read_row.bind(row, device, version, files=self.files, group=self.group))
 
         whole = PartitionSpec()
         run = self._on_each_device(own, (whole, whole), (whole, *self._specs))
@@ -164,19 +171,16 @@ class Rows:
     ) -> Callable[..., Any]:
         """A function over all axes of the mesh; some may be manual already."""
         around = jax.sharding.get_abstract_mesh()
-        manual = frozenset(around.manual_axes)
-
-        def free(spec: PartitionSpec) -> PartitionSpec:
-            kept = (tuple(a for a in mesh_axes(dim) if a not in manual) for dim in spec)
-            return PartitionSpec(*(axes or None for axes in kept))
-
+        free = frozenset(self.mesh.axis_names) - frozenset(around.manual_axes)
         in_specs, out_specs = jax.tree.map(
-            free, (in_specs, out_specs), is_leaf=lambda node: isinstance(node, PartitionSpec)
+            lambda spec: only_axes(spec, free),
+            (in_specs, out_specs),
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
         run: Callable[..., Any] = jax.shard_map(
             function,
-            mesh=around if manual else self.mesh,
-            axis_names=frozenset(self.mesh.axis_names) - manual,
+            mesh=around if around.manual_axes else self.mesh,
+            axis_names=free,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
@@ -195,21 +199,13 @@ class Rows:
         """
         # Waits for them on all devices: the last of their writes gives this number.
         wanted = int(jax.block_until_ready(version).addressable_data(0))
-        numbers = {device: i for i, device in enumerate(self._devices)}
-        whole = self.leaves[path]
 
-        def part(device: jax.Device) -> Any:
-            rows = self.files.load(self.group, numbers[device], path, wanted)
+        def piece(device: jax.Device) -> NDArray[Any]:
+            rows = self.files.load(self.group, self._numbers[device], path, wanted)
             # A row has an entry of each stage that this device is in, which is one or all.
             return np.concatenate(rows)
 
-        pieces = [
-            jax.device_put(
-                part(device), SingleDeviceSharding(device, memory_kind=target.memory_kind)
-            )
-            for device in target.mesh.local_devices
-        ]
-        return jax.make_array_from_single_device_arrays(whole.shape, target, pieces)
+        return of_pieces(self.leaves[path].shape, target, piece)
 
     def store(self, path: str, whole: jax.Array) -> jax.Array:
         """Writes a whole tensor.
@@ -221,21 +217,21 @@ class Rows:
         Returns:
             Its version.
         """
-        numbers = {device: i for i, device in enumerate(self._devices)}
         rows = self.group.rows
         for piece in whole.addressable_shards:
             parts = np.split(np.asarray(piece.data), rows)
-            self.files.store(self.group, numbers[piece.device], path, parts)
+            self.files.store(self.group, self._numbers[piece.device], path, parts)
         assert isinstance(self.mesh, Mesh)
         version: jax.Array = jax.device_put(
             jnp.zeros((), jnp.int32), NamedSharding(self.mesh, PartitionSpec())
         )
         return version
 
-    @property
-    def _devices(self) -> Sequence[jax.Device]:
+    @cached_property
+    def _numbers(self) -> dict[jax.Device, int]:
+        """Where in the mesh each device is, as `device_number` counts."""
         assert isinstance(self.mesh, Mesh), "nothing rests on a disk of devices that are not here"
-        return list(self.mesh.devices.flat)
+        return {device: number for number, device in enumerate(self.mesh.devices.flat)}
 
 
 STATE: Final = "state"
@@ -287,7 +283,7 @@ class Disk:
             ConfigError: the folder cannot be written, or the disk is too small.
         """
         files = self.all[0].files
-        count = sum(len(rows.here) for rows in self.all[:1])
+        count = len(self.all[0].here)
         try:
             speed = measure(files.folder)
             for rows in self.all:
@@ -366,13 +362,6 @@ _read_row.multiple_results = True
 _write_row = Primitive(WRITE)
 
 
-def read_row(
-    files: DiskFiles, group: Group, device: jax.Array, row: jax.Array, version: jax.Array
-) -> tuple[jax.Array, ...]:
-    """This device's part of a row, inside a `shard_map`: a token, and a block for each tensor."""
-    return tuple(_read_row.bind(row, device, version, files=files, group=group))
-
-
 def device_number(mesh: Mesh | AbstractMesh) -> jax.Array:
     """Where in the mesh this device is, inside a `shard_map` over all axes."""
     number = jnp.zeros((), jnp.int32)
@@ -447,7 +436,7 @@ def _is_here(ctx: Any) -> bool:
 
 def _lower_for_elsewhere(ctx: Any, *operands: Any) -> Any:
     """The same call in a program that is compiled for GPUs that are not here: to be read."""
-    from jax._src.interpreters.mlir import set_sharding
+    from jax._src.interpreters.mlir import set_sharding  # has no public name
 
     lower = jax.ffi.ffi_lowering("xla_ffi_python_gpu_callback", has_side_effect=True)
     results = lower(ctx, *operands, index=np.uint64(0))

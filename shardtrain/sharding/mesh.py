@@ -3,11 +3,11 @@
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 from pydantic import ValidationError
 
 from shardtrain.errors import ShardingError
@@ -129,3 +129,9 @@ def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The part of a partition that is over some mesh axes."""
+    kept = (tuple(axis for axis in mesh_axes(entry) if axis in axes) for entry in spec)
+    return PartitionSpec(*(some or None for some in kept))

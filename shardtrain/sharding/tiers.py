@@ -4,11 +4,13 @@ Owns: the choice of leaves and the names of memories. Does not own: how a leaf i
 same in every memory, `placement`), how leaves travel (`optim.sweep`), and the disk (`disk`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from numpy.typing import NDArray
 
 from shardtrain.errors import ConfigError
 
@@ -81,6 +83,23 @@ class Tiers:
             chosen.append(path)
             moved += size
         return frozenset(chosen)
+
+
+def of_pieces(
+    shape: tuple[int, ...], target: NamedSharding, piece: Callable[[jax.Device], NDArray[Any]]
+) -> jax.Array:
+    """An array of what each device of this process has of it, in any memory.
+
+    Args:
+        shape: the global one.
+        target: its sharding.
+        piece: a device -> its part, as an array of the host.
+    """
+    pieces = [
+        jax.device_put(piece(device), SingleDeviceSharding(device, memory_kind=target.memory_kind))
+        for device in target.mesh.local_devices
+    ]
+    return jax.make_array_from_single_device_arrays(shape, target, pieces)
 
 
 def require_host_memory(devices: Sequence[jax.Device]) -> None:

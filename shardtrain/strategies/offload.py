@@ -101,6 +101,14 @@ def _part(tree: PyTree, like: PyTree) -> PyTree:
     return {name: _part(tree[name], inner) for name, inner in like.items()}
 
 
+def row_of(leaf: jax.Array, place: Any) -> jax.Array:
+    """A layer's part of a stacked leaf, where that rests; the version of what is on a disk."""
+    if not leaf.ndim:
+        return leaf
+    row: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
+    return row
+
+
 def fetched(placement: Placement, resting: PyTree, place: Any) -> PyTree:
     """One layer's parameters on the device.
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardtrain.sharding.frozen import joined
-from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_axes
+from shardtrain.sharding.mesh import DATA_AXES, PIPELINE, mesh_axes, only_axes
 from shardtrain.sharding.placement import LAYERS, Placement, split_size
 from shardtrain.sharding.rules import current
 from shardtrain.strategies.layer_vjp import Arrays
-from shardtrain.strategies.offload import fetched
+from shardtrain.strategies.offload import fetched, row_of
 from shardtrain.strategies.precision import Policy
 
 PyTree = Any
@@ -55,12 +55,7 @@ class Dims:
 
 def manual_specs(shardings: PyTree) -> PyTree:
     """The part of partitions over the mesh axes of `MANUAL`."""
-
-    def spec(sharding: NamedSharding) -> PartitionSpec:
-        kept = (tuple(a for a in mesh_axes(dim) if a in MANUAL) for dim in sharding.spec)
-        return PartitionSpec(*(axes or None for axes in kept))
-
-    return jax.tree.map(spec, shardings)
+    return jax.tree.map(lambda sharding: only_axes(sharding.spec, MANUAL), shardings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +93,7 @@ class Shard:
             return _gather(leaf, dims.of_entry.params, dims.of_entry.others)
 
         def row(leaf: jax.Array) -> jax.Array:
-            if not leaf.ndim:  # the version of what is on a disk
-                return leaf
-            own: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
-            return own
+            return row_of(leaf, place)
 
         trained = fetched(self.placement, jax.tree.map(row, self.params[LAYERS]), place)
         frozen = jax.tree.map(row, _layers(self.frozen))
@@ -238,8 +230,7 @@ def _data_dim(sharding: NamedSharding) -> int | None:
 
 def _others(sharding: NamedSharding) -> PartitionSpec:
     """The part of a partition that is not over mesh axes of `MANUAL`."""
-    dims = (tuple(a for a in mesh_axes(dim) if a not in MANUAL) for dim in sharding.spec)
-    return PartitionSpec(*(axes or None for axes in dims))
+    return only_axes(sharding.spec, set(sharding.mesh.axis_names) - set(MANUAL))
 
 
 def _gather(leaf: jax.Array, dim: int | None, others: PartitionSpec) -> jax.Array:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from shardtrain.sharding.mesh import PIPELINE
+from shardtrain.strategies.offload import row_of
 from shardtrain.strategies.order import LayerOrder, sent_by, stage_numbers
 from shardtrain.strategies.remat import Block, remat
 
@@ -83,14 +84,8 @@ def make_streamed_stack(
 
     count = len(order.rows) // mesh.shape[PIPELINE]
 
-    def row(leaf: jax.Array, place: jax.Array) -> jax.Array:
-        if not leaf.ndim:  # the version of what is on a disk
-            return leaf
-        own: jax.Array = jax.lax.dynamic_index_in_dim(leaf, place % count, keepdims=False)
-        return own
-
     def own(stacked: PyTree, place: jax.Array, stage: jax.Array) -> PyTree:
-        rows = jax.tree.map(lambda leaf: row(leaf, place), stacked)
+        rows = jax.tree.map(lambda leaf: row_of(leaf, place % count), stacked)
         is_mine = place // count == stage[0]
         return jax.tree.map(lambda row: sent_by(row, is_mine), fetched(rows, place % count))
 

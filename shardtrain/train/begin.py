@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from shardtrain.sharding.disk import Disk
 from shardtrain.sharding.placement import Placement, path_name
-from shardtrain.sharding.tiers import HOST, MASTER
+from shardtrain.sharding.tiers import HOST, MASTER, of_pieces
 from shardtrain.strategies.precision import Policy
 from shardtrain.train.state import TrainState
 
@@ -79,11 +79,7 @@ def placed(leaf: jax.Array, dtype: Any, target: NamedSharding) -> jax.Array:
         return moved
     if leaf.dtype == dtype and source.memory_kind == target.memory_kind:
         return leaf
-    pieces = [
-        jax.device_put(
-            np.asarray(shard.data).astype(dtype, copy=False),
-            SingleDeviceSharding(shard.device, memory_kind=target.memory_kind),
-        )
-        for shard in leaf.addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(leaf.shape, target, pieces)
+    here = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return of_pieces(
+        leaf.shape, target, lambda device: np.asarray(here[device]).astype(dtype, copy=False)
+    )

@@ -166,21 +166,25 @@ class Program:
             return ()
         return jax.tree.map(is_stacked, names, is_leaf=lambda node: isinstance(node, tuple))
 
+    @property
+    def _masters(self) -> PyTree:
+        """Shapes of the parameters that are trained, in the master dtype."""
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
+        )
+
     @cached_property
     def _stacked(self) -> TrainState:
         """Which leaves of the state hold one entry a layer."""
         params = self._stacked_params(self.placement.names)
-        masters = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
-        )
-        opt_state = grows_with_layers(self.optimizer.init, masters, params)
+        opt_state = grows_with_layers(self.optimizer.init, self._masters, params)
         variables = nnx.to_pure_dict(self._abstract[2])
 
         def kept(masters: PyTree) -> PyTree:
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), variables)
             return self.kept.init(masters, zeros)
 
-        model_state = grows_with_layers(kept, masters, params)
+        model_state = grows_with_layers(kept, self._masters, params)
         no: Any = False
         scale = jax.tree.map(lambda _: no, jax.eval_shape(self.scaling.init))
         # Its layers are always as the model has them.
@@ -215,10 +219,7 @@ class Program:
         """What rests on a disk."""
         if not self.layout.tiers.uses("disk"):
             return Disk()
-        masters = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, self.policy.master), self.placement.shapes
-        )
-        state = jax.eval_shape(self.optimizer.init, masters)
+        state = jax.eval_shape(self.optimizer.init, self._masters)
         places = dict(leaves_by_path(self.placement.beside(state)))
         there, stacked = self.placement.state_on_disk(state), self._stacked_paths()
         leaves = {
@@ -445,10 +446,11 @@ class Program:
         host where they come to rest away from the device.
         """
         saved, rests, weights = self.abstract_saved, self.placement, self.training.weights
+        on_host = self._begins_on_host
 
         def where(saved: Any, there: NamedSharding) -> Any:
             there = model_order_sharding(there, saved.shape)
-            if self._begins_on_host:
+            if on_host:
                 there = there.with_memory_kind(HOST)
             return jax.ShapeDtypeStruct(saved.shape, self.policy.master, sharding=there)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from shardtrain.sharding.disk import Apart, Disk
 from shardtrain.sharding.placement import leaves_by_path, path_name
@@ -120,19 +121,12 @@ class Saved:
         rows = self.disk.by_path[name]
         stack = rows.leaves[name].sharding.with_memory_kind(HOST)
         leaf = rows.load(name, stack, version)
-        if self.order.is_model_order or not self._is_stacked[path]:
-            return leaf
-        move = self._mover((path,), self.order.places, {path: stack}, {path: saved[path].sharding})
-        return move({path: leaf})[path]  # type: ignore[no-any-return]
+        return self._one(path, leaf, self.order.places, stack, saved[path].sharding)
 
     def _store(self, name: str, path: str, saved: Mapping[str, Any], whole: jax.Array) -> jax.Array:
         rows = self.disk.by_path[name]
         stack = rows.leaves[name].sharding.with_memory_kind(HOST)
-        if not self.order.is_model_order and self._is_stacked[path]:
-            move = self._mover(
-                (path,), self.order.rows, {path: saved[path].sharding}, {path: stack}
-            )
-            whole = move({path: whole})[path]
+        whole = self._one(path, whole, self.order.rows, saved[path].sharding, stack)
         return rows.store(name, whole)
 
     # -- the order of layers
@@ -162,6 +156,22 @@ class Saved:
         )
         return made
 
+    def _one(
+        self,
+        path: str,
+        leaf: jax.Array,
+        rows: Sequence[int],
+        source: NamedSharding,
+        target: NamedSharding,
+    ) -> jax.Array:
+        """A leaf in the other order."""
+        if self.order.is_model_order or not self._is_stacked[path]:
+            return leaf
+        moved: jax.Array = self._mover((path,), rows, {path: source}, {path: target})({path: leaf})[
+            path
+        ]
+        return moved
+
     def _mover(
         self, names: tuple[str, ...], rows: Sequence[int], source: Flat, target: Flat
     ) -> Callable[[Flat], Flat]:
@@ -176,4 +186,5 @@ class Saved:
                 }
 
             self._movers[key] = jax.jit(move, out_shardings=target)
-        return self._movers[key]  # type: ignore[no-any-return]
+        found: Callable[[Flat], Flat] = self._movers[key]
+        return found

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardtrain.sharding.disk import Apart
+from shardtrain.sharding.disk import loaded
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.train.build import Program
 from shardtrain.train.state import TrainState
@@ -51,9 +51,7 @@ class Subject:
             params: as they rest.
         """
         saved = self.program.saved.save(state.replace(params=params)).params
-        return jax.tree.map(
-            lambda leaf: jax.device_get(leaf.load() if isinstance(leaf, Apart) else leaf), saved
-        )
+        return jax.tree.map(lambda leaf: jax.device_get(loaded(leaf)), saved)
 
     def take(self, state: TrainState, of: "Subject") -> TrainState:
         """Another subject's state, put where this one keeps it."""
@@ -142,9 +140,7 @@ def transfer(state: TrainState, program: Program) -> TrainState:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             bits = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
             return jax.device_put(jax.random.wrap_key_data(bits), sharding)
-        if isinstance(leaf, Apart):
-            leaf = leaf.load()
-        return jax.device_put(np.asarray(leaf), sharding)
+        return jax.device_put(np.asarray(loaded(leaf)), sharding)
 
     saved = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_saved)
     return program.saved.rest(jax.tree.map(move, state, saved))

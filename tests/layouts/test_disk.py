@@ -14,7 +14,7 @@ from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import load_config
 from shardtrain.run import Run, build
 from shardtrain.run_state import restore_state
-from shardtrain.sharding.disk import Apart
+from shardtrain.sharding.disk import loaded
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.tiers import HOST
 
@@ -111,7 +111,7 @@ def whole(run: Run, state: Any) -> dict[str, Any]:
     """All of a state, in model order."""
     saved = run.program.saved.save(state)
     return {
-        path: jax.device_get(leaf.load() if isinstance(leaf, Apart) else leaf)
+        path: jax.device_get(loaded(leaf))
         for path, leaf in leaves_by_path((saved.params, saved.opt_state))
     }
 

@@ -225,7 +225,7 @@ def test_the_host_updates_only_what_it_has(keys: dict[str, Any]) -> None:
 
 
 def test_parameters_on_the_host_evaluate_and_generate(tmp_path: Path) -> None:
-    keys = PARAMETERS["pipeline 2, tensor 2, zero 3"] | {"model.layer_loop": "scan"}
+    keys = MORE_PARAMETERS["pipeline 2, tensor 2, zero 3"] | {"model.layer_loop": "scan"}
     texts = []
     for more in ({}, {"offload.parameters": "host"}):
         run = make_run(tmp_path, **keys | more)
