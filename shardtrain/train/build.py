@@ -21,21 +21,16 @@ from shardtrain.models.lora import Everything, Training
 from shardtrain.optim.host_update import OnHost
 from shardtrain.optim.rounding import Nearest, Rounding, Stochastic
 from shardtrain.optim.schedules import Schedule
-from shardtrain.optim.sweep import Streamed, Sweep, stacked_paths, take_row
+from shardtrain.optim.sweep import Streamed, Sweep, stacked_paths
 from shardtrain.optim.tables import RowRule, RowSgd, make_sweep
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.disk import PARAMETERS as DISK_PARAMETERS
-from shardtrain.sharding.disk import STATE as DISK_STATE
-from shardtrain.sharding.disk import Disk, Rows
+from shardtrain.sharding.disk import Disk
 from shardtrain.sharding.disk_files import DiskFiles
 from shardtrain.sharding.frozen import joined
-from shardtrain.sharding.mesh import PIPELINE
 from shardtrain.sharding.placement import (
     Placement,
     constrain_tree,
-    leaves_by_path,
     names_by_path,
-    path_name,
 )
 from shardtrain.sharding.row_gradient import densified
 from shardtrain.sharding.rules import Active, Table, stored_table
@@ -55,6 +50,7 @@ from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
 from shardtrain.train.begin import placed, with_weights
+from shardtrain.train.disk import on_disk, params_at_rest, params_on_disk
 from shardtrain.train.kept import EMA, Kept, for_evaluation, together
 from shardtrain.train.saved import Saved
 from shardtrain.train.state import TrainState, state_shardings
@@ -158,7 +154,7 @@ class Program:
             frozen_names=frozen,
             frozen_shapes=frozen_shapes,
         )
-        return replace(placement, disk=self._params_on_disk(placement))
+        return replace(placement, disk=params_on_disk(placement, self.policy.params, self._files))
 
     @staticmethod
     def _stacked_params(names: PyTree) -> PyTree:
@@ -220,54 +216,11 @@ class Program:
         if not self.layout.tiers.uses("disk"):
             return Disk()
         state = jax.eval_shape(self.optimizer.init, self._masters)
-        places = dict(leaves_by_path(self.placement.beside(state)))
-        there, stacked = self.placement.state_on_disk(state), self._stacked_paths()
-        leaves = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
-            for path, leaf in leaves_by_path(state)
-            if path in there and leaf.ndim
-        }
-        layers = {path: leaf for path, leaf in leaves.items() if path in stacked}
-        mesh = self.layout.mesh
-        return Disk(
-            Rows(DISK_STATE, self._files, mesh, layers, mesh.shape[PIPELINE]) if layers else None,
-            self.placement.disk,
-            {
-                path: Rows(path, self._files, mesh, {path: leaf}, leaf.shape[0])
-                for path, leaf in leaves.items()
-                if path not in stacked
-            },
-        )
+        return on_disk(self.placement, state, self._stacked_paths(), self._files)
 
     @cached_property
     def _files(self) -> DiskFiles:
         return DiskFiles(Path(self.layout.disk_folder))
-
-    def _params_on_disk(self, placement: Placement) -> Rows | None:
-        """The parameters that rest on a disk."""
-        chosen, places = placement.layers_in("disk"), dict(leaves_by_path(placement.stored_params))
-        leaves = {
-            path: jax.ShapeDtypeStruct(leaf.shape, self.policy.params, sharding=places[path])
-            for path, leaf in leaves_by_path(placement.shapes)
-            if path in chosen
-        }
-        mesh = self.layout.mesh
-        if not leaves:
-            return None
-        return Rows(DISK_PARAMETERS, self._files, mesh, leaves, mesh.shape[PIPELINE])
-
-    def _params_at_rest(self, params: PyTree) -> PyTree:
-        """Parameters, those that rest on a disk written there."""
-        rows = self.placement.disk
-        if rows is None:
-            return params
-        leaves = dict(leaves_by_path(params))
-        version = rows.write_all(
-            lambda index: {path: take_row(leaves[path], index, rows.stages) for path in rows.paths}
-        )
-        return jax.tree.map_with_path(
-            lambda path, leaf: version if path_name(path) in rows.paths else leaf, params
-        )
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -342,7 +295,7 @@ class Program:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=self._params_at_rest(cast(master, self.policy.params)),
+            params=params_at_rest(cast(master, self.policy.params), self.placement.disk),
             opt_state=self.optimizer.first(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
