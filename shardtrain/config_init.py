@@ -21,7 +21,7 @@ from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
 _FREE = (
-    *("dropout", "attention", "layer_loop"),
+    *("dropout", "attention_dropout", "attention", "layer_loop"),
     *("table_optimizer", "table_rate", "table_epsilon", "freeze_tables"),
 )
 """Keys of the model that do not change what its weights mean."""

@@ -32,7 +32,7 @@ def is_imported(metadata: Mapping[str, Any]) -> bool:
 
 def chosen_by_weights(key: str) -> bool:
     """Whether a key of the config is settled where weights are given: what the model computes."""
-    return key.startswith("model.") and key != "model.dropout"
+    return key.startswith("model.") and key not in ("model.dropout", "model.attention_dropout")
 
 
 def base_of(checkpoints: Checkpointer) -> Checkpointer:

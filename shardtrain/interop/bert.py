@@ -83,6 +83,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         "norm_epsilon": keys.number("layer_norm_eps", default=1e-12, whole=False),
         "activation": keys.choice("hidden_act", default="gelu", allowed=_ACTIVATIONS),
         "dropout": keys.fraction("hidden_dropout_prob", default=0.1),
+        "attention_dropout": keys.fraction("attention_probs_dropout_prob", default=0.1),
     }
 
 
@@ -100,9 +101,6 @@ def _max_length(keys: Keys) -> int:
 
 def _notes(keys: Keys) -> list[str]:
     notes = []
-    if drop := keys.fraction("attention_probs_dropout_prob", default=0.1):
-        name = "attention_probs_dropout_prob"
-        notes.append(f"{name}={drop} has no counterpart: attention weights are never dropped")
     if keys.get("architectures", default=[_BOTH]) == [_ONE]:
         notes.append(
             f"architectures is {_ONE}: a pooler and a head for the next sentence are left out if "
@@ -125,7 +123,7 @@ def _write(model: BertConfig, sizes: Sizes) -> dict[str, Any]:
         "hidden_act": names[model.activation],
         "layer_norm_eps": model.norm_epsilon,
         "hidden_dropout_prob": model.dropout,
-        "attention_probs_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": model.attention_dropout,
         "tie_word_embeddings": True,
     }
 

@@ -61,19 +61,13 @@ def _read(keys: Keys) -> dict[str, Any]:
             "tie_word_embeddings", default=True, allowed={True: True, False: False}
         ),
         "dropout": keys.fraction("hidden_dropout", default=0.0),
+        "attention_dropout": keys.fraction("attention_dropout", default=0.0),
     }
 
 
 def _max_length(keys: Keys) -> int:
     length: int = keys.number("seq_length", default=2048)
     return length
-
-
-def _notes(keys: Keys) -> list[str]:
-    value = keys.fraction("attention_dropout", default=0.0)
-    if not value:
-        return []
-    return [f"attention_dropout={value} has no counterpart: attention weights are never dropped"]
 
 
 def _write(model: TransformerConfig, sizes: Sizes) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def _write(model: TransformerConfig, sizes: Sizes) -> dict[str, Any]:
         "seq_length": sizes.length,
         "layer_norm_epsilon": model.norm_epsilon,
         "hidden_dropout": model.dropout,
-        "attention_dropout": 0.0,
+        "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tied,
     }
 
@@ -114,5 +108,4 @@ BLOOM = Family(
     max_length=_max_length,
     write=_write,
     needs=_needs,
-    notes=_notes,
 )

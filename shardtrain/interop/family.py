@@ -49,7 +49,7 @@ class Family:
     """Our `[model]` -> what `config.json` says of it."""
     needs: Callable[[Any], Mapping[str, tuple[Any, ...]]]
     """Our `[model]` -> those keys of it that must have one of a few values."""
-    notes: Callable[[Keys], list[str]]
+    notes: Callable[[Keys], list[str]] = lambda _: []
     """What `config.json` says about training that has no counterpart, a line each."""
     kind: str = "transformer"
     """`model.type` of ours."""

@@ -61,6 +61,7 @@ def _read(keys: Keys) -> dict[str, Any]:
             "tie_word_embeddings", default=True, allowed={True: True, False: False}
         ),
         "dropout": dropouts[0] if dropouts[0] == dropouts[1] else 0.0,
+        "attention_dropout": keys.fraction("attn_pdrop", default=0.1),
     }
 
 
@@ -70,12 +71,9 @@ def _max_length(keys: Keys) -> int:
 
 
 def _notes(keys: Keys) -> list[str]:
-    names = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+    names = ("embd_pdrop", "resid_pdrop")
     drops = {name: keys.fraction(name, default=0.1) for name in names}
     notes = []
-    if drops["attn_pdrop"]:
-        value = drops["attn_pdrop"]
-        notes.append(f"attn_pdrop={value} has no counterpart: attention weights are never dropped")
     if drops["embd_pdrop"] != drops["resid_pdrop"]:
         both = f"embd_pdrop={drops['embd_pdrop']} and resid_pdrop={drops['resid_pdrop']}"
         notes.append(f"{both} are one key here, model.dropout, which is 0 now")
@@ -95,7 +93,7 @@ def _write(model: TransformerConfig, sizes: Sizes) -> dict[str, Any]:
         "layer_norm_epsilon": model.norm_epsilon,
         "embd_pdrop": model.dropout,
         "resid_pdrop": model.dropout,
-        "attn_pdrop": 0.0,
+        "attn_pdrop": model.attention_dropout,
         "tie_word_embeddings": model.tied,
     }
 

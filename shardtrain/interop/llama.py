@@ -80,6 +80,7 @@ def _read(keys: Keys) -> dict[str, Any]:
         "activation": keys.choice("hidden_act", default="silu", allowed=_ACTIVATIONS),
         "bias": bias,
         "tied": keys.choice("tie_word_embeddings", default=False, allowed=truth),
+        "attention_dropout": keys.fraction("attention_dropout", default=0.0),
     }
 
 
@@ -114,13 +115,6 @@ def _max_length(keys: Keys) -> int:
     return length
 
 
-def _notes(keys: Keys) -> list[str]:
-    value = keys.fraction("attention_dropout", default=0.0)
-    if not value:
-        return []
-    return [f"attention_dropout={value} has no counterpart: attention weights are never dropped"]
-
-
 def _write(model: TransformerConfig, sizes: Sizes) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
     scaling: dict[str, Any] | None = None
@@ -147,7 +141,7 @@ def _write(model: TransformerConfig, sizes: Sizes) -> dict[str, Any]:
         "rope_scaling": scaling,
         "attention_bias": model.bias,
         "mlp_bias": model.bias,
-        "attention_dropout": 0.0,
+        "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": model.tied,
     }
 
@@ -172,5 +166,4 @@ LLAMA = Family(
     max_length=_max_length,
     write=_write,
     needs=_needs,
-    notes=_notes,
 )

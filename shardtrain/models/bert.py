@@ -68,7 +68,7 @@ class Block(nnx.Module):
             context: segments and dropout keys.
         """
         x = checkpoint_name(x, INPUT)
-        h = residual(self.attention(normed(x), context), "attention_out")
+        h = residual(self.attention(normed(x), index, context), "attention_out")
         x = self.attention_norm(x + dropout(h, self.dropout, context.keys, index, 0))
         h = residual(self.mlp(normed(x)), "mlp_out")
         return self.mlp_norm(x + dropout(h, self.dropout, context.keys, index, 1))
@@ -131,7 +131,7 @@ class Bert(nnx.Module):
         if positions is None:
             positions = default_positions(batch["tokens"])
         keys = None
-        if key is not None and self.config.dropout > 0:
+        if key is not None and self.config.drops:
             keys = sample_keys(key, batch["sample"])
         return Context(positions, batch["segments"], keys, attend=_BOTH_WAYS)
 

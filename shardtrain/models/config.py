@@ -88,6 +88,8 @@ class TransformerConfig(BaseModel):
     """Whether the output matrix is the embedding."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Fraction of activations dropped after the embedding and each half of a block."""
+    attention_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Fraction of attention weights dropped; not with attention = "cudnn"."""
     embed_norm: bool = False
     """A normalisation right after the embedding, as BLOOM has it."""
     attention: Literal["auto", "xla", "cudnn", "ring", "ulysses"] = "auto"
@@ -95,6 +97,11 @@ class TransformerConfig(BaseModel):
     16-bit types on NVIDIA GPUs; ring and ulysses = tile by tile, over mesh.context."""
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.dropout > 0 or self.attention_dropout > 0
 
     @property
     def kv_heads(self) -> int:
@@ -154,10 +161,17 @@ class BertConfig(BaseModel):
     """Activation of the MLP and of the head for hidden tokens."""
     dropout: float = Field(0.1, ge=0.0, lt=1.0)
     """Fraction of activations dropped after the embedding and each half of a block."""
+    attention_dropout: float = Field(0.1, ge=0.0, lt=1.0)
+    """Fraction of attention weights dropped; not with attention = "cudnn"."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention kernel. auto = XLA; cudnn = the fused one, for 16-bit types on NVIDIA GPUs."""
     layer_loop: Literal["auto", "scan", "unroll"] = "auto"
     """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.dropout > 0 or self.attention_dropout > 0
 
     @property
     def as_transformer(self) -> TransformerConfig:
@@ -173,6 +187,7 @@ class BertConfig(BaseModel):
             norm_epsilon=self.norm_epsilon,
             activation=self.activation,
             dropout=self.dropout,
+            attention_dropout=self.attention_dropout,
             attention=self.attention,
             layer_loop=self.layer_loop,
         )

@@ -21,7 +21,7 @@ from shardtrain.models.lora import Matrix
 from shardtrain.ops.activation import gelu, gelu_tanh
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import dense
-from shardtrain.ops.dropout import dropout, sample_keys
+from shardtrain.ops.dropout import Thinning, dropout, sample_keys, thinning
 from shardtrain.ops.embedding import embedding
 from shardtrain.ops.norm import layer_norm, rms_norm
 from shardtrain.ops.position import (
@@ -39,6 +39,8 @@ from shardtrain.strategies.stack import Stack
 INIT_STDDEV = 0.02
 EMBED_SITE = 2**31
 """The embedding's place among the layers, for dropout."""
+WEIGHTS_SITE = 2
+"""The place of attention weights among the dropouts of a layer, after the two of its halves."""
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
@@ -70,6 +72,7 @@ class Attend(Protocol):
         *,
         segments: Int[Array, "batch length"] | None,
         alibi: Float[Array, "kv_heads group"] | None,
+        thinning: Thinning | None,
         implementation: str,
     ) -> Float[Array, "batch length kv_heads group head_dim"]:
         """Mixes values for each query."""
@@ -152,9 +155,15 @@ class Attention(nnx.Module):
         self.out_bias = constant(("embed",), (embed,), dtype, 0.0) if has_bias else None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], context: Context
+        self, x: Float[Array, "batch length embed"], index: UInt32[Array, ""], context: Context
     ) -> Float[Array, "batch length embed"]:
-        """Lets each position read those before it in its document."""
+        """Lets each position read those before it in its document.
+
+        Args:
+            x: the residual stream, normalised.
+            index: the layer's place in the model.
+            context: positions, segments and dropout keys.
+        """
         config = self.config
         qkv = dense(x, self.qkv[...], bias=value(self.qkv_bias))
         qkv = constrain(qkv, "batch", "length", "kv_heads", "group", "head_dim")
@@ -169,8 +178,15 @@ class Attention(nnx.Module):
             wide = sum_dtype(q.dtype)
             slopes = jnp.asarray(alibi_slopes(config.num_heads), wide)
             slopes = slopes.reshape(config.kv_heads, -1)
+        heads = (config.kv_heads, config.num_heads // config.kv_heads)
         out = context.attend(
-            q, k, v, segments=context.segments, alibi=slopes, implementation=config.attention
+            q,
+            k,
+            v,
+            segments=context.segments,
+            alibi=slopes,
+            thinning=thinning(config.attention_dropout, context.keys, index, WEIGHTS_SITE, heads),
+            implementation=config.attention,
         )
         out = constrain(out, "batch", "length", "kv_heads", "group", "head_dim")
         out = checkpoint_name(out, "attention")
@@ -233,7 +249,7 @@ class Block(nnx.Module):
         """
         x = checkpoint_name(x, INPUT)
         h = normed(self.attention_norm(x))
-        h = residual(self.attention(h, context), "attention_out")
+        h = residual(self.attention(h, index, context), "attention_out")
         x = x + dropout(h, self.dropout, context.keys, index, 0, context.places)
         h = normed(self.mlp_norm(x))
         h = residual(self.mlp(h), "mlp_out")
@@ -288,7 +304,7 @@ class Transformer(nnx.Module):
         if positions is None:
             positions = default_positions(batch["tokens"]) if places is None else places
         keys = None
-        if key is not None and self.config.dropout > 0:
+        if key is not None and self.config.drops:
             keys = sample_keys(key, batch["sample"])
         return Context(positions, batch.get("segments"), keys, places)
 

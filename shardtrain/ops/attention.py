@@ -2,7 +2,7 @@
 
 Owns: the choice of the way; whole rows of scores, and the block size on CPU.
 Does not own: the arithmetic of one block (`attention_blocks`), attention over a split `length`
-(`ring_attention`, `ulysses`), projections, rotary positions, dropout.
+(`ring_attention`, `ulysses`), projections, rotary positions, what is dropped (`dropout`).
 
 The backward pass recomputes the probabilities of a block from the row sums that the forward pass
 keeps (Dao et al. 2022, arXiv 2205.14135), so that nothing of size length^2 is saved. There are two:
@@ -27,6 +27,7 @@ from shardtrain.ops.attention_blocks import (
     softmax,
 )
 from shardtrain.ops.dense import phrasing, transposed
+from shardtrain.ops.dropout import Thinning, kept_of
 from shardtrain.ops.ring_attention import ring_attention
 from shardtrain.ops.split_attention import context_degree
 from shardtrain.ops.ulysses import ulysses
@@ -43,6 +44,7 @@ def attention(
     *,
     segments: Int[Array, "batch length"] | None = None,
     alibi: Float[Array, "kv_heads group"] | None = None,
+    thinning: Thinning | None = None,
     implementation: str = "xla",
     causal: bool = True,
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
@@ -54,6 +56,7 @@ def attention(
         v: values.
         segments: document of each position; a query sees keys of its own document only.
         alibi: slope of each head: scores fall by slope x distance (Press et al. 2021).
+        thinning: dropout of the weights; not with "cudnn".
         implementation: "xla"; "cudnn" for cuDNN's fused kernel (16-bit types on NVIDIA GPUs);
             "ring" or "ulysses" for a split `length`; or "auto": "ring" where it is split, else
             "xla".
@@ -67,13 +70,14 @@ def attention(
     if implementation in ("ring", "ulysses"):
         assert causal
         split = ring_attention if implementation == "ring" else ulysses
-        return split(q, k, v, segments=segments, alibi=alibi)
+        return split(q, k, v, segments=segments, alibi=alibi, thinning=thinning)
     if implementation == "cudnn":
+        assert thinning is None
         return _cudnn(q, k, v, segments, alibi, causal)
     how = phrasing()
     block = BLOCK if causal and how.flatten else q.shape[1]
     static = Static(block, causal, how.canonical)
-    return _attention(static, q, k, v, segments, alibi)
+    return _attention(static, q, k, v, segments, alibi, thinning)
 
 
 @jax.custom_vjp
@@ -122,6 +126,7 @@ class Saved(NamedTuple):
     log_sum: jax.Array  # [batch, kv_heads, group, length]
     segments: jax.Array | None
     alibi: jax.Array | None
+    thinning: Thinning | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -132,8 +137,9 @@ def _attention(
     v: jax.Array,
     segments: jax.Array | None,
     alibi: jax.Array | None,
+    thinning: Thinning | None,
 ) -> jax.Array:
-    return _forward(static, q, k, v, segments, alibi)[0]
+    return _forward(static, q, k, v, segments, alibi, thinning)[0]
 
 
 def _forward(
@@ -143,6 +149,7 @@ def _forward(
     v: jax.Array,
     segments: jax.Array | None,
     alibi: jax.Array | None,
+    thinning: Thinning | None,
 ) -> tuple[jax.Array, Saved]:
     q, k, v = heads_first(q), heads_first(k), heads_first(v)
     length = q.shape[3]
@@ -154,14 +161,15 @@ def _forward(
         scores = product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
         at = _along(2, start, stop), _along(3, 0, end)
         scores = _hidden(static, at, segments, slopes, scores)
-        mixed, log_sum = softmax(scores, v[..., :end, :])
+        kept = kept_of(thinning, *at, scores.shape)
+        mixed, log_sum = softmax(scores, v[..., :end, :], kept)
         outs.append(mixed.astype(q.dtype))
         sums.append(log_sum)
     out = _join(outs, 3).transpose(0, 3, 1, 2, 4)
-    return out, Saved(q, k, v, out, _join(sums, 3), segments, alibi)
+    return out, Saved(q, k, v, out, _join(sums, 3), segments, alibi, thinning)
 
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array, None, None]
+Gradients = tuple[jax.Array, jax.Array, jax.Array, None, None, None]
 
 
 def _backward(static: Static, saved: Saved, g: jax.Array) -> Gradients:
@@ -184,14 +192,17 @@ def _backward_by_rows(static: Static, saved: Saved, g: jax.Array) -> Gradients:
     for start, stop in blocks:
         end = stop if static.causal else length
         at = _along(2, start, stop), _along(3, 0, end)
+        part = q[..., start:stop, :]
+        shape = (*part.shape[:4], end)
         part, *others = row_gradients(
-            q[..., start:stop, :],
+            part,
             g[..., start:stop, :],
             k[..., :end, :],
             v[..., :end, :],
             saved.log_sum[..., start:stop],
             along[..., start:stop],
             partial(_hidden, static, at, saved.segments, slopes),
+            kept_of(saved.thinning, *at, shape),
         )
         dq.append(part.astype(q.dtype))
         for total, part in zip((dk, dv), others, strict=True):
@@ -203,7 +214,7 @@ def _backward_by_rows(static: Static, saved: Saved, g: jax.Array) -> Gradients:
         _join([sum(some[1:], some[0]).astype(k.dtype) for some in parts], 2).transpose(back)
         for parts in (dk, dv)
     )
-    return _join(dq, 3).transpose(0, 3, 1, 2, 4), dk_whole, dv_whole, None, None
+    return _join(dq, 3).transpose(0, 3, 1, 2, 4), dk_whole, dv_whole, None, None, None
 
 
 def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
@@ -224,8 +235,11 @@ def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
         at = _along(3, first, length), _along(1, start, stop)
         scores = _hidden(static, at, saved.segments, slopes, scores.reshape(shape))
         weights = jnp.exp(scores - saved.log_sum[:, :, None, :, first:])
+        kept = kept_of(saved.thinning, *at, shape, by_keys=True)
         mixed = product(values, outer, 3, 3).reshape(shape)
+        mixed = kept.of(mixed) if kept else mixed
         slope = weights * (mixed - along[:, :, None, :, first:]) * size**-0.5
+        weights = kept.of(weights) if kept else weights
         slope, weights = (a.astype(q.dtype).reshape(*keys.shape[:3], -1) for a in (slope, weights))
         dk.append(product(slope, queries, 3, 2).astype(k.dtype))
         dv.append(product(weights, outer, 3, 2).astype(v.dtype))
@@ -239,6 +253,7 @@ def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
         dq.transpose(0, 4, 1, 3, 2),
         _join(dk, 2).transpose(back),
         _join(dv, 2).transpose(back),
+        None,
         None,
         None,
     )

@@ -6,11 +6,17 @@ to places in the sequence: where these come in another order, so does it.
 """
 
 import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from shardtrain.ops.sums import sum_dtype
 
 
 def sample_keys(key: Key[Array, ""], sample: UInt32[Array, " batch"]) -> Key[Array, " batch"]:
@@ -38,8 +44,7 @@ def dropout(
     """
     if rate == 0 or keys is None:
         return x
-    # Integer arithmetic, so that the mask does not depend on the precision of the run.
-    threshold = jnp.uint32(round(rate * 2**32))
+    threshold = _threshold(rate)
 
     def mask(key: jax.Array, places: jax.Array | None) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), site)
@@ -52,6 +57,90 @@ def dropout(
 
     keep = jax.vmap(mask)(keys, places)
     return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), 0)
+
+
+def _threshold(rate: float) -> np.uint32:
+    """Random bits below it are dropped: integers, whatever the precision of the run."""
+    return np.uint32(round(rate * 2**32))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["rate"])
+@dataclass(frozen=True)
+class Thinning:
+    """Dropout of attention weights: each belongs to a sample, a head, a query and a key."""
+
+    words: UInt32[Array, "batch kv_heads group 2"]
+    """A key for each sample and head, as threefry takes it."""
+    rate: float
+    """Probability that a weight is dropped."""
+
+
+class Kept(NamedTuple):
+    """Which of some attention weights are kept."""
+
+    mask: Bool[Array, "..."]
+    scale: float
+    """What those are multiplied by."""
+
+    def of(self, weights: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Weights, or gradients of weights, after dropout."""
+        wide = sum_dtype(weights.dtype)
+        scaled = weights.astype(wide) * jnp.asarray(self.scale, wide)
+        return jnp.where(self.mask, scaled, 0).astype(weights.dtype)
+
+
+def kept_of(
+    thinning: Thinning | None,
+    rows: Int[Array, "..."],
+    keys: Int[Array, "..."],
+    shape: tuple[int, ...],
+    *,
+    by_keys: bool = False,
+) -> Kept | None:
+    """Which weights of a tile are kept.
+
+    A weight's own places make its random bits, so a tile of them, on whatever device, has those of
+    the whole.
+
+    Args:
+        thinning: dropout of all; None where nothing is dropped.
+        rows: places of the queries in the sequence, with the dims of `shape` after batch.
+        keys: those of the keys, likewise.
+        shape: [batch, kv_heads, group, rows, keys].
+        by_keys: whether it is [batch, kv_heads, keys, group, rows].
+    """
+    if thinning is None:
+        return None
+    words = jnp.expand_dims(thinning.words, (2, 4) if by_keys else (3, 4))
+    operands = (words[..., 0], words[..., 1], *(at.astype(jnp.uint32) for at in (rows, keys)))
+    bits, _ = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) for x in operands))
+    return Kept(bits >= _threshold(thinning.rate), 1 / (1 - thinning.rate))
+
+
+def thinning(
+    rate: float,
+    keys: Key[Array, " batch"] | None,
+    layer: UInt32[Array, ""] | int,
+    site: int,
+    heads: tuple[int, int],
+) -> Thinning | None:
+    """Dropout of attention weights; None where nothing is dropped.
+
+    Args:
+        rate: the probability.
+        keys: one key a sample (`sample_keys`), or None (evaluation).
+        layer: index of the layer.
+        site: which dropout of the layer.
+        heads: key/value heads, and queries of each.
+    """
+    if rate == 0 or keys is None:
+        return None
+
+    def one(key: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, layer), site)
+        return jax.random.key_data(jax.random.split(key, heads))
+
+    return Thinning(jax.vmap(one)(keys), rate)
 
 
 def bits_at(

@@ -12,7 +12,7 @@ masked, but in the first, when it sees its own keys.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from shardtrain.ops.blockwise import (
     no_gradients,
     nothing_mixed,
 )
+from shardtrain.ops.dropout import Thinning
 from shardtrain.ops.platform import platform
 from shardtrain.ops.split_attention import (
     Operands,
@@ -57,6 +58,7 @@ def ring_attention(
     *,
     segments: Int[Array, "batch length"] | None = None,
     alibi: Float[Array, "kv_heads group"] | None = None,
+    thinning: Thinning | None = None,
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
     """Causal attention, tile by tile, over a `length` that may be split over `context`.
 
@@ -66,6 +68,7 @@ def ring_attention(
         v: values.
         segments: document of each position; a query sees keys of its own document only.
         alibi: slope of each head: scores fall by slope x distance.
+        thinning: dropout of the weights.
 
     Returns:
         An array of the shape and dtype of `q`. Where `length` is split, all are in zig-zag order.
@@ -73,7 +76,7 @@ def ring_attention(
     active = current()
     in_branch = active is not None and PIPELINE in active.manual
     ring = Ring(context_degree(active), context_axis(active), platform(), in_branch)
-    return split_attention(ring, q, k, v, segments, alibi)
+    return split_attention(ring, q, k, v, segments, alibi, thinning)
 
 
 class Held(NamedTuple):
@@ -98,7 +101,7 @@ class Ring:
     @property
     def reads(self) -> tuple[str, ...]:
         """Operands that the backward wants as they came."""
-        return ("q", "k", "v", "segments", "alibi")
+        return ("q", "k", "v", "segments", "alibi", "thinning")
 
     def specs(self, active: Active) -> dict[str, PartitionSpec]:
         """How what the forward gives to the backward is split."""
@@ -128,14 +131,14 @@ class Ring:
         return out, {"log_sum": mixed.log_sum}
 
     def backward(
-        self, kept: Mapping[str, jax.Array], out: jax.Array, g: jax.Array
+        self, kept: Mapping[str, Any], out: jax.Array, g: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients of queries, keys and values."""
         by_product = self.platform == "cpu"
         return self.gradients(kept, g, row_products(g, out, by_product=by_product))
 
     def gradients(
-        self, kept: Mapping[str, jax.Array], g: jax.Array, along: jax.Array
+        self, kept: Mapping[str, Any], g: jax.Array, along: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The same from `along`, the sums over head_dim of `g` times what the queries got."""
         rows = Rows(heads_first(kept["q"]), heads_first(g), kept["log_sum"], along)
@@ -176,7 +179,7 @@ class Ring:
     # -- pieces
 
     @staticmethod
-    def _held(operands: Mapping[str, jax.Array]) -> Held:
+    def _held(operands: Mapping[str, Any]) -> Held:
         k, v = (heads_first(operands[name]) for name in "kv")
         return Held(k, v, operands.get("segments"))
 
@@ -212,9 +215,7 @@ class Ring:
         """The device whose keys are here in a turn."""
         return (device_index(self.axis) - number) % self.degree
 
-    def _sight(
-        self, operands: Mapping[str, jax.Array], held: Held, number: jax.Array | int
-    ) -> Sight:
+    def _sight(self, operands: Mapping[str, Any], held: Held, number: jax.Array | int) -> Sight:
         length = held.k.shape[2]
         rows = self._places(device_index(self.axis), length)
         keys = self._places(self._source(number), length)
@@ -222,6 +223,7 @@ class Ring:
             rows=Side(rows, operands.get("segments")),
             keys=Side(keys, held.segments),
             slopes=operands.get("alibi"),
+            thinning=operands.get("thinning"),
         )
 
     def _places(self, index: jax.Array | int, length: int) -> jax.Array:

@@ -8,19 +8,20 @@ Does not own: what devices send each other (`ring_attention`, `ulysses`), nor th
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardtrain.ops.dropout import Thinning
 from shardtrain.sharding.rules import Active, current
 
 CONTEXT = "context"
 """The mesh axis that a sequence is split over."""
 
-Operands = dict[str, jax.Array]
-"""`q`, `k`, `v`, and where they apply `segments` and `alibi`; as `attention` takes them."""
+Operands = dict[str, Any]
+"""`q`, `k`, `v`; where they apply `segments`, `alibi`, `thinning`; as `attention` takes them."""
 
 
 class Way(Protocol):
@@ -36,7 +37,7 @@ class Way(Protocol):
         ...
 
     def backward(
-        self, kept: Mapping[str, jax.Array], out: jax.Array, g: jax.Array
+        self, kept: Mapping[str, Any], out: jax.Array, g: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients of queries, keys and values, from `g`, that of what they got."""
         ...
@@ -73,9 +74,10 @@ def split_attention(
     v: jax.Array,
     segments: jax.Array | None,
     alibi: jax.Array | None,
+    thinning: Thinning | None,
 ) -> jax.Array:
     """Runs attention in one of its ways; the arguments are those of `attention`."""
-    return _attention(Static(current(), way), q, k, v, segments, alibi)
+    return _attention(Static(current(), way), q, k, v, segments, alibi, thinning)
 
 
 class Static(NamedTuple):
@@ -97,8 +99,9 @@ def _attention(
     v: jax.Array,
     segments: jax.Array | None,
     alibi: jax.Array | None,
+    thinning: Thinning | None,
 ) -> jax.Array:
-    return _forward(static, q, k, v, segments, alibi)[0]
+    return _forward(static, q, k, v, segments, alibi, thinning)[0]
 
 
 def _forward(
@@ -108,9 +111,10 @@ def _forward(
     v: jax.Array,
     segments: jax.Array | None,
     alibi: jax.Array | None,
+    thinning: Thinning | None,
 ) -> tuple[jax.Array, Saved]:
     active, way = static
-    found = {"q": q, "k": k, "v": v, "segments": segments, "alibi": alibi}
+    found = {"q": q, "k": k, "v": v, "segments": segments, "alibi": alibi, "thinning": thinning}
     operands = {name: x for name, x in found.items() if x is not None}
     run = way.forward
     if active is not None and not active.alone:
@@ -129,7 +133,7 @@ def _forward(
 
 def _backward(
     static: Static, saved: Saved, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
     active, way = static
     operands, given, out = saved
     kept = operands | given
@@ -145,7 +149,7 @@ def _backward(
             out_specs=(specs["q"], specs["k"], specs["v"]),
             check_vma=False,
         )
-    return *run(kept, out, g), None, None
+    return *run(kept, out, g), None, None, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -160,4 +164,5 @@ def _specs(active: Active) -> dict[str, PartitionSpec]:
         "v": one,
         "segments": active.spec("batch", "length"),
         "alibi": active.spec("kv_heads", None),
+        "thinning": active.spec("batch", "kv_heads", None, None),
     }

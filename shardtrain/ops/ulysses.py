@@ -9,7 +9,8 @@ The sequence comes in its own order. There are as many parts of the heads as dev
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from shardtrain.ops.attention_blocks import row_products
+from shardtrain.ops.dropout import Thinning
 from shardtrain.ops.platform import platform
 from shardtrain.ops.ring_attention import Ring
 from shardtrain.ops.split_attention import (
@@ -38,6 +40,7 @@ def ulysses(
     *,
     segments: Int[Array, "batch length"] | None = None,
     alibi: Float[Array, "kv_heads group"] | None = None,
+    thinning: Thinning | None = None,
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
     """Causal attention, tile by tile, over a `length` that may be split over `context`.
 
@@ -47,13 +50,14 @@ def ulysses(
         v: values.
         segments: document of each position; a query sees keys of its own document only.
         alibi: slope of each head: scores fall by slope x distance.
+        thinning: dropout of the weights.
 
     Returns:
         An array of the shape and dtype of `q`.
     """
     active = current()
     way = Ulysses(context_degree(active), context_axis(active), platform())
-    return split_attention(way, q, k, v, segments, alibi)
+    return split_attention(way, q, k, v, segments, alibi, thinning)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Ulysses:
     @property
     def reads(self) -> tuple[str, ...]:
         """Operands that the backward wants as they came."""
-        return ("segments", "alibi")
+        return ("segments", "alibi", "thinning")
 
     def specs(self, active: Active) -> dict[str, PartitionSpec]:
         """How what the forward gives to the backward is split: by heads."""
@@ -89,7 +93,7 @@ class Ulysses:
         return self._to_positions(out), given | sums
 
     def backward(
-        self, kept: Mapping[str, jax.Array], out: jax.Array, g: jax.Array
+        self, kept: Mapping[str, Any], out: jax.Array, g: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients of queries, keys and values."""
         along = row_products(g, out, by_product=self.platform == "cpu")
@@ -105,17 +109,23 @@ class Ulysses:
     def _alone(self) -> Ring:
         return Ring(1, None, self.platform)
 
-    def _whole(self, operands: Mapping[str, jax.Array], given: Mapping[str, jax.Array]) -> Operands:
+    def _whole(self, operands: Mapping[str, Any], given: Mapping[str, jax.Array]) -> Operands:
         """The operands of attention over whole sequences and some heads."""
         whole = {name: given[f"heads_{name}"] for name in "qkv"}
         if "segments" in operands:
             whole["segments"] = self._gathered(operands["segments"])
         if "alibi" in operands:
-            slopes = operands["alibi"]
-            heads = slopes.shape[0] // self.degree
-            first = device_index(self.axis) * heads
-            whole["alibi"] = lax.dynamic_slice_in_dim(slopes, first, heads)
+            whole["alibi"] = self._own_heads(operands["alibi"], 0)
+        if "thinning" in operands:
+            words = self._own_heads(operands["thinning"].words, 1)
+            whole["thinning"] = replace(operands["thinning"], words=words)
         return whole
+
+    def _own_heads(self, x: jax.Array, dim: int) -> jax.Array:
+        """What belongs to the heads that are worked on here, of what is here of all."""
+        heads = x.shape[dim] // self.degree
+        own: jax.Array = lax.dynamic_slice_in_dim(x, device_index(self.axis) * heads, heads, dim)
+        return own
 
     def _to_heads(self, x: jax.Array) -> jax.Array:
         """Some positions of all heads here, [batch, length, kv_heads, ...], for all of some."""

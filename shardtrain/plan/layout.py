@@ -118,6 +118,14 @@ def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError
                 where=f"model.rope_high={model.rope_high}",
             )
         )
+    if model.attention == "cudnn" and model.attention_dropout:
+        faults.append(
+            ConfigError(
+                f"model.attention_dropout={model.attention_dropout} is not made in that kernel; "
+                'use 0, or model.attention="auto"',
+                where='model.attention="cudnn"',
+            )
+        )
     if model.position == "learned" and 0 < model.max_length < data.sequence_length:
         faults.append(
             ConfigError(

@@ -165,7 +165,7 @@ class Workload:
             tensor=tensor,
             sequence_parallel=layout.sequence_parallel and tensor > 1,
             separate_documents=self.separate_documents,
-            dropout=self.model.dropout > 0,
+            dropout=self.model.drops,
             platform=self.platform,
             split=layout.pipeline > 1 and (layout.schedule == "zero_bubble" or bool(layout.table)),
         )

@@ -25,6 +25,7 @@ from shardtrain.errors import ConfigError
 from shardtrain.models.config import TransformerConfig
 from shardtrain.models.transformer import Transformer
 from shardtrain.ops.cached_attention import cached_attention
+from shardtrain.ops.dropout import Thinning
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.sharding.placement import Placement
 from shardtrain.sharding.rules import Active, constrain, use_rules
@@ -80,11 +81,13 @@ class Remember:
         *,
         segments: jax.Array | None,
         alibi: jax.Array | None,
+        thinning: Thinning | None,
         implementation: str,
     ) -> jax.Array:
         """Mixes values for each query, over all positions up to its own."""
         del implementation  # kernels for training batches do not know a cache
         assert segments is None, "one text is one document"
+        assert thinning is None, "nothing is dropped but in training"
         self.cache = self.cache.write(self._layer, self._first, k, v)
         keys, values = (
             jax.lax.dynamic_index_in_dim(kept, self._layer.astype(jnp.int32), keepdims=False)

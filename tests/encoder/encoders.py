@@ -58,6 +58,7 @@ class Case:
                 "vocab_size": VOCAB,
                 "vocab_multiple": 4,
                 "dropout": self.dropout,
+                "attention_dropout": self.dropout,
                 "next_sentence": self.next_sentence,
                 "layer_loop": "scan",
             },

@@ -118,7 +118,8 @@ class Case:
             "vocab_size": VOCAB,
         }
         loop = "scan" if self.loop == "peel" else self.loop
-        model |= {"dropout": self.dropout, "tied": self.tied, "layer_loop": loop}
+        model |= {"dropout": self.dropout, "attention_dropout": self.dropout}
+        model |= {"tied": self.tied, "layer_loop": loop}
         model |= {"attention": self.attention}
         degrees = (
             dict.fromkeys(("pipeline", "replica", "data", "context", "tensor"), 1)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from shardtrain.ops import attention as module
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import Phrasing
+from shardtrain.ops.dropout import kept_of, sample_keys, thinning
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table, use_rules
 
@@ -47,7 +48,21 @@ def slopes(kv_heads=2, group=3):
     return jnp.asarray(np.linspace(0.1, 0.9, kv_heads * group).reshape(kv_heads, group))
 
 
-def naive(q, k, v, g, segments=None, alibi=None, causal=True):
+def thin(rate=0.3, batch=2, kv_heads=2, group=3):
+    """Dropout of the attention weights of a layer."""
+    keys = sample_keys(jax.random.key(5), jnp.arange(batch, dtype=jnp.uint32))
+    return thinning(rate, keys, 1, 2, (kv_heads, group))
+
+
+def whole_factors(thinning, length):
+    """What it multiplies all weights by: [batch, kv_heads, group, length, length]."""
+    at = jnp.arange(length)
+    shape = (*thinning.words.shape[:3], length, length)
+    kept = kept_of(thinning, at[None, None, :, None], at[None, None, None], shape)
+    return np.asarray(kept.of(jnp.ones(shape)))
+
+
+def naive(q, k, v, g, segments=None, alibi=None, thinning=None, causal=True):
     """The definition and its gradient, whole matrices, float64 NumPy."""
     q, k, v, g = (np.asarray(a, np.float64) for a in (q, k, v, g))
     length, scale = q.shape[1], q.shape[-1] ** -0.5
@@ -64,8 +79,10 @@ def naive(q, k, v, g, segments=None, alibi=None, causal=True):
     scores = np.where(seen[:, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    dweights = np.einsum("btngh,bsnh->bngts", g, v)
+    kept = 1.0 if thinning is None else whole_factors(thinning, length)
+    dweights = np.einsum("btngh,bsnh->bngts", g, v) * kept
     slope = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    weights = weights * kept
     return (
         np.einsum("bngts,bsnh->btngh", weights, v),
         np.einsum("bngts,bsnh->btngh", slope, k),
@@ -103,6 +120,8 @@ def assert_near(got, want, bound):
         ("alibi", 8),
         ("both", 9),
         ("bidirectional", 9),
+        ("thinned", 9),
+        ("thinned both ways", 9),
     ],
 )
 @pytest.mark.usefixtures("phrased")
@@ -113,8 +132,10 @@ def test_value_and_gradients(kind, length):
         options["segments"] = documents(length)
     if kind in ("alibi", "both"):
         options["alibi"] = slopes()
-    if kind == "bidirectional":
+    if kind in ("bidirectional", "thinned both ways"):
         options["causal"] = False
+    if "thinned" in kind:
+        options["thinning"] = thin()
     got = value_and_gradients(lambda *a: attention(*a, **options), q, k, v, g)
     assert_near(got, naive(q, k, v, g, **options), 1e-12)
 
@@ -133,10 +154,31 @@ def test_groups_of_query_heads(kv_heads, group):
 def test_narrow_types(dtype, bound, single):
     """Also with one of everything: XLA then sees plain matrices and folds transposes into them."""
     one = {"batch": 1, "kv_heads": 1, "group": 1} if single else {}
-    args = inputs(9, dtype=dtype, **one)
-    got = value_and_gradients(attention, *args)
+    args, drops = inputs(9, dtype=dtype, **one), thin(**one)
+    got = value_and_gradients(partial(attention, thinning=drops), *args)
     assert all(a.dtype == dtype for a in got)
-    assert_near(got, naive(*args), bound)
+    assert_near(got, naive(*args, thinning=drops), bound)
+
+
+def test_what_is_dropped():
+    """As many as asked for; others in each sample, head, layer; the rest keeps the sum."""
+    kept = whole_factors(thin(0.25), 200)
+    assert set(np.unique(kept)) == {0.0, 4 / 3}
+    assert abs((kept == 0).mean() - 0.25) < 2e-3
+    assert abs(kept.mean() - 1) < 3e-3
+    masks = kept.reshape(-1, 200 * 200) == 0
+    together = (masks[:, None] & masks[None]).mean(-1)
+    np.fill_diagonal(together, 1 / 16)
+    assert np.abs(together - 1 / 16).max() < 0.01
+    # No query or key has its own chance, nor are neighbours alike.
+    assert np.abs((kept == 0).mean((0, 1, 2, 3)) - 0.25).max() < 0.06
+    near = (kept[..., 1:] == 0) & (kept[..., :-1] == 0)
+    assert abs(near.mean() - 1 / 16) < 2e-3
+    keys = sample_keys(jax.random.key(5), jnp.arange(2, dtype=jnp.uint32))
+    other = whole_factors(thinning(0.25, keys, 2, 2, (2, 3)), 200)
+    assert abs(((kept == 0) & (other == 0)).mean() - 1 / 16) < 2e-3
+    assert thinning(0.0, keys, 2, 2, (2, 3)) is None
+    assert thinning(0.25, None, 2, 2, (2, 3)) is None
 
 
 @pytest.mark.usefixtures("phrased")

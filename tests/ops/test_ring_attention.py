@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from shardtrain.ops import blockwise
 from shardtrain.ops.attention import attention
+from shardtrain.ops.dropout import sample_keys, thinning
 from shardtrain.ops.position import rotary
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import Active, compute_table, mapped_over, use_rules
@@ -18,7 +19,7 @@ from shardtrain.strategies.zigzag import make_zigzag
 
 TABLE = compute_table()
 BATCH, LENGTH, KV_HEADS, GROUP, HEAD_DIM = 4, 48, 4, 2, 6
-KINDS = ("causal", "packed", "alibi", "rope", "all")
+KINDS = ("causal", "packed", "alibi", "rope", "thinned", "all")
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,9 @@ def options(kind: str, kv_heads=KV_HEADS, group=GROUP, length=LENGTH) -> dict[st
     if kind in ("alibi", "all"):
         slopes = np.linspace(0.05, 0.9, kv_heads * group).reshape(kv_heads, group)
         found["alibi"] = jnp.asarray(slopes)
+    if kind in ("thinned", "all"):
+        keys = sample_keys(jax.random.key(0), jnp.arange(BATCH, dtype=jnp.uint32))
+        found["thinning"] = thinning(0.3, keys, 0, 2, (kv_heads, group))
     if kind in ("rope", "all"):
         places = np.arange(length)
         inside = places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
@@ -52,12 +56,12 @@ def options(kind: str, kv_heads=KV_HEADS, group=GROUP, length=LENGTH) -> dict[st
     return found
 
 
-def attend(q, k, v, *, implementation, segments=None, alibi=None, positions=None):
+def attend(q, k, v, *, implementation, positions=None, **read):
     """Attention with rotations, if there are positions."""
     if positions is not None:
         q = rotary(q, positions, 100.0)
         k = rotary(k[..., None, :], positions, 100.0)[..., 0, :]
-    return attention(q, k, v, segments=segments, alibi=alibi, implementation=implementation)
+    return attention(q, k, v, implementation=implementation, **read)
 
 
 def value_and_gradients(q, k, v, g, implementation="xla", **read):
@@ -71,7 +75,10 @@ def in_zigzag(trees, mesh):
     num, length = 2 * mesh.shape["context"], LENGTH
     chunks = np.arange(length).reshape(num, -1)
     order = np.concatenate([chunks[[i, num - 1 - i]].ravel() for i in range(num // 2)])
-    return jax.tree.map(lambda x: x[:, order] if x.ndim > 2 or x.shape[1] == length else x, trees)
+    return jax.tree.map(
+        lambda x: x[:, order] if x.shape[1] == length else x,
+        trees,
+    )
 
 
 def placed(trees, active: Active):
@@ -84,6 +91,8 @@ def placed(trees, active: Active):
         axes = names.get(x.ndim) or (
             ("batch", "length") if x.shape[1] == LENGTH else ("kv_heads", None)
         )
+        if x.dtype == np.uint32:
+            axes = ("batch", "kv_heads", None, None)
         return jax.device_put(x, NamedSharding(active.mesh, active.spec(*axes)))
 
     return jax.tree.map(put, trees)
