@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardtrain.strategies import traced
 
@@ -78,13 +79,16 @@ class Work:
 
 
 def trace(function: Callable[..., PyTree], *shapes: PyTree) -> ClosedJaxpr:
-    """Traces a function for its shapes, calls inlined.
+    """Traces a function for its shapes, calls inlined; without what no result needs.
 
     Args:
         function: of arrays.
         shapes: of its arguments.
     """
-    return traced.inline(jax.make_jaxpr(function)(*shapes), *_CALLS)
+    closed = traced.inline(jax.make_jaxpr(function)(*shapes), *_CALLS)
+    # A custom derivative also makes gradients that nobody asked for, as of a frozen table.
+    needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(needed, closed.consts)
 
 
 def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:

@@ -43,16 +43,22 @@ for _model, _layout in LORA:
     _config, _vocab = CASES[_model, _layout]
     _lora = LoraConfig(rank=16, targets="qkv,out,up,down")
     CASES[_model, f"{_layout}, LoRA"] = (_config.model_copy(update={"lora": _lora}), _vocab)
-CONTEXT = {
+CHANGES = {
+    # sequences that are shared out, without loss chunks
     "context 4 x tensor 2": {"mesh.context": 4, "mesh.tensor": 2, "mesh.data": 1},
     "context 4 x data 2, zero 3": {"mesh.context": 4, "mesh.data": 2, "sharding.zero": 3},
     "pipeline 2 x context 4": {"mesh.pipeline": 2, "mesh.context": 4, "mesh.data": 1},
+    "adapters, base on the host": {
+        **{"lora.rank": 16, "offload.parameters": "host", "mesh.data": 8, "data.batch_size": 32},
+    },
+    "attention weights dropped": {
+        **{"model.attention_dropout": 0.1, "mesh.data": 8, "data.batch_size": 32},
+    },
 }
-"""Layouts that share out sequences, without loss chunks."""
 _sections = next(sections for model, _, sections, _ in PAGE["cases"]() if model == "llama")
-WITH_CONTEXT = {
-    layout: load_config(_sections, {"train.microbatches": 4, **changes})
-    for layout, changes in CONTEXT.items()
+FURTHER = {
+    name: load_config(_sections, {"train.microbatches": 4, **changes})
+    for name, changes in CHANGES.items()
 }
 WITH_LORA = (*ROWS, *((model, f"{layout}, LoRA") for model, layout in LORA))
 
@@ -79,9 +85,9 @@ def test_planned_bytes_are_those_of_the_program(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", WITH_CONTEXT)
-def test_planned_bytes_are_those_of_a_program_that_shares_out_sequences(layout: str) -> None:
-    config = WITH_CONTEXT[layout]
+@pytest.mark.parametrize("name", FURTHER)
+def test_planned_bytes_are_those_of_further_programs(name: str) -> None:
+    config = FURTHER[name]
     job = Job(lower_step, (config, _sections["model"]["vocab_size"]))
     peak = compile_for(parse_target(PAGE["TARGET"]), {"step": job}, seconds=600)["step"]
     planned = make_plan(config, PAGE["TARGET"], search=False).own.memory.total
