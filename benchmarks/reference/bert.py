@@ -22,8 +22,13 @@ MODULE = "benchmarks.reference.bert_torch"
 DEVICES = 8
 BOUND = 1e-4
 KEYS = {
+    "run.steps": 1600,
     "model.embed_dim": 32,
     "model.num_heads": 4,
+    "model.mlp_dim": 128,
+    "model.max_length": 128,
+    "data.tokenizer": "wordpiece:2048",
+    "data.sequence_length": 128,
     "data.batch_size": 16,
     "mesh.data": 4,
     "mesh.tensor": 2,
@@ -33,6 +38,7 @@ KEYS = {
     "optimizer.weight_decay": 0.0,
     "optimizer.learning_rate": 0.5,
     "optimizer.warmup_steps": 5,
+    "optimizer.final_ratio": 0.1,
     "optimizer.clip_norm": 0.0,
 }
 
