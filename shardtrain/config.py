@@ -490,7 +490,7 @@ def _choice_faults(config: RunConfig) -> list[ConfigError]:
             )
         )
     faults += offload_faults(config.offload, train)
-    faults += lora_faults(config.lora, train, config.offload)
+    faults += lora_faults(config.lora, train)
     return faults
 
 

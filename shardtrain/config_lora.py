@@ -1,4 +1,4 @@
-"""What is wrong with adapters together with precision, offload and audits.
+"""What is wrong with adapters together with precision and audits.
 
 Owns: the checks of `[lora]` that other sections have a part in. Does not own: what LoRA does
 (`models.lora`).
@@ -6,17 +6,16 @@ Owns: the checks of `[lora]` that other sections have a part in. Does not own: w
 
 from shardtrain.errors import ConfigError
 from shardtrain.models.config import LoraConfig
-from shardtrain.strategies.config import OffloadConfig, TrainConfig
+from shardtrain.strategies.config import TrainConfig
 from shardtrain.strategies.precision_words import words_of
 
 
-def lora_faults(lora: LoraConfig, train: TrainConfig, offload: OffloadConfig) -> list[ConfigError]:
+def lora_faults(lora: LoraConfig, train: TrainConfig) -> list[ConfigError]:
     """Why there are no such adapters.
 
     Args:
         lora: its section.
         train: its section.
-        offload: its section.
     """
     if not lora.rank:
         return []
@@ -37,14 +36,6 @@ def lora_faults(lora: LoraConfig, train: TrainConfig, offload: OffloadConfig) ->
                 f"{where}: products with a frozen weight and its adapters are not made in fp8",
                 where=f'train.precision="{train.precision}"',
                 cure='use "bfloat16"',
-            )
-        )
-    if offload.parameters == "disk":
-        faults.append(
-            ConfigError(
-                f"{where}: frozen weights rest on the device or the host",
-                where='offload.parameters="disk"',
-                allowed='"device" or "host"',
             )
         )
     return faults

@@ -89,7 +89,8 @@ class Run:
         name = self.config.run.init
         if not name:
             return self.program.init()
-        return self.program.init_from(weights_of(name, self.config, self.program))
+        with weights_of(name, self.config, self.program) as weights:
+            return self.program.init_from(weights)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update; the old state's memory is given up."""

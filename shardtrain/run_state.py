@@ -12,8 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+import jax
+
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.errors import CheckpointError
+from shardtrain.train.begin import in_turn
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import BASE
 from shardtrain.train.state import TrainState
@@ -103,8 +106,11 @@ def restore_state(
         CheckpointError: it cannot be read, or it is that of another model.
     """
     if is_imported(checkpoints.metadata(step)):
-        found = checkpoints.restore(step, {"params": program.abstract_weights})
-        return program.init_from(found["params"], evaluates=evaluates)
+        weights = in_turn(
+            program.abstract_weights,
+            lambda path, leaf: restore_leaf(checkpoints, step, f"params/{path}", leaf),
+        )
+        return program.init_from(weights, evaluates=evaluates)
     check_base(checkpoints, step)
     whole = program.saved.wanted
     wanted = whole.replace(frozen=(), opt_state=() if evaluates else whole.opt_state)
@@ -113,3 +119,21 @@ def restore_state(
         frozen = base_of(checkpoints).restore(0, {"frozen": whole.frozen})["frozen"]
         saved = saved.replace(frozen=frozen)
     return program.saved.rest(saved)
+
+
+def restore_leaf(checkpoints: Checkpointer, step: int, name: str, wanted: Any) -> Any:
+    """Reads one leaf of a step.
+
+    Args:
+        checkpoints: of the run.
+        step: a complete one.
+        name: of the leaf, such as `params/head`.
+        wanted: its shape, dtype and sharding; see `Checkpointer.restore`.
+
+    Raises:
+        CheckpointError: it cannot be read, or is another one.
+    """
+    tree = wanted
+    for part in reversed(name.split("/")):
+        tree = {part: tree}
+    return jax.tree.leaves(checkpoints.restore(step, tree, subset=True))[0]

@@ -5,6 +5,8 @@ not own: checkpoints, and what is done with the weights.
 """
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +37,8 @@ from shardtrain.models.config import LoraConfig
 from shardtrain.models.lora import BASE, DOWN, UP, Lora, merge
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.run_program import make_training
-from shardtrain.run_state import base_of, check_base, is_imported
-from shardtrain.sharding.placement import path_name
+from shardtrain.run_state import base_of, check_base, is_imported, restore_leaf
+from shardtrain.train.begin import in_turn
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import checkpoints_in
 
@@ -125,14 +127,15 @@ def _restored(
             cure="take weights of the same kind of model",
         )
     leaf = record.leaves[name]
-    tree: Any = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
-    for part in reversed(name.split("/")):
-        tree = {part: tree}
-    return jax.tree.leaves(checkpoints.restore(step, tree, subset=True))[0]
+    wanted = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
+    return restore_leaf(checkpoints, step, name, wanted)
 
 
-def weights_of(name: str, config: RunConfig, program: Program) -> PyTree:
-    """The weights of `run.init`, as `Program.abstract_weights` describes them.
+@contextmanager
+def weights_of(name: str, config: RunConfig, program: Program) -> Iterator[PyTree]:
+    """The weights of `run.init`, each read when its turn comes.
+
+    They are those that `Program.abstract_weights` describes.
 
     Args:
         name: what `run.init` says.
@@ -146,15 +149,16 @@ def weights_of(name: str, config: RunConfig, program: Program) -> PyTree:
     abstract = program.abstract_weights
     if not origin.is_run:
         own = with_text(config, "an import")
-        return map_folder(origin.folder, own, program)[1].place(abstract)
+        yield in_turn(abstract, map_folder(origin.folder, own, program)[1].read)
+        return
     with Checkpointer(checkpoints_in(origin.folder)) as checkpoints:
         saved = SavedWeights(checkpoints, _step_of(origin, checkpoints))
 
-        def read(path: tuple[Any, ...], leaf: Any) -> Any:
-            own = saved.read(path_name(path), leaf.dtype, leaf.sharding)
+        def read(path: str, leaf: Any) -> Any:
+            own = saved.read(path, leaf.dtype, leaf.sharding)
             if own.shape != leaf.shape:
                 raise CheckpointError(
-                    f"the weights of run.init are of another model: {path_name(path)}",
+                    f"the weights of run.init are of another model: {path}",
                     where=name,
                     value=str(list(own.shape)),
                     allowed=str(list(leaf.shape)),
@@ -162,7 +166,7 @@ def weights_of(name: str, config: RunConfig, program: Program) -> PyTree:
                 )
             return own
 
-        return jax.tree.map_with_path(read, abstract)
+        yield in_turn(abstract, read)
 
 
 def _step_of(origin: Origin, checkpoints: Checkpointer) -> int:

@@ -281,7 +281,7 @@ def read(
             )
             found |= _read(folder, {name: leaf}, paths)
             digests[name] = known(_digest(found[name])())
-        if isinstance(leaf, Apart):
+        if isinstance(leaf, Apart) and leaf.store:
             found[name] = leaf.store(found[name])
     for name, leaf in wanted.by_name.items():
         if name not in stored:

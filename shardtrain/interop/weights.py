@@ -61,10 +61,16 @@ class Mapped:
             The tree of arrays.
         """
         paths = dict(leaves_by_path(abstract))
-        placed = {path: self._leaf(path, leaf) for path, leaf in paths.items()}
+        placed = {path: self.read(path, leaf) for path, leaf in paths.items()}
         return jax.tree.unflatten(jax.tree.structure(abstract), list(placed.values()))
 
-    def _leaf(self, path: str, leaf: Any) -> jax.Array:
+    def read(self, path: str, leaf: Any) -> jax.Array:
+        """Read one parameter straight to where it rests.
+
+        Args:
+            path: its path.
+            leaf: its shape, dtype and sharding.
+        """
         own, row = self.own[path], self.family.row(path)
 
         def piece(index: tuple[slice, ...] | None) -> NDArray[Any]:

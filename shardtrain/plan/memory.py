@@ -109,8 +109,8 @@ def _streamed(workload: Workload, layout: Layout, state: State) -> float:
     )
     each = (state.host + state.disk) / max(layers + ends, 1)
     stages = layout.pipeline
-    # Without masters the parameters come too.
-    params = 0 if workload.program.policy.has_master else state.away
+    # Without masters the parameters come too, if they are trained.
+    params = state.away if workload.updates_away and not workload.program.policy.has_master else 0
     a_layer = (each * layers + params) * stages / rows
     return max(_IN_FLIGHT * a_layer, 2.0 * each * ends)
 

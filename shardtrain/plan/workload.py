@@ -214,14 +214,28 @@ class Workload:
                 stored=gradients + parameters * (not masters) + kept,
                 again=0.0,
             )
-        return _travels(state.host, away, layers, layout.microbatches, masters, kept)
+        return self._travels(state.host, away, layout, kept)
 
     def to_disk(self, layout: Layout) -> Travels:
         """What one device reads from a disk and writes to it in a step."""
-        state, masters = self.state(layout), self.program.policy.has_master
-        return _travels(
-            state.disk, state.disk_parameters, self.model.num_layers, layout.microbatches, masters
+        state = self.state(layout)
+        return self._travels(state.disk, state.disk_parameters, layout)
+
+    def _travels(self, moments: float, params: float, layout: Layout, kept: float = 0.0) -> Travels:
+        """Of a state that comes for its update, and of parameters that come for each use."""
+        made = params if self.updates_away else 0.0
+        # Of masters new parameters are made without the old ones.
+        updated = moments + (0.0 if self.program.policy.has_master else made)
+        again = updated / self.model.num_layers
+        used = 2 * layout.microbatches * params
+        return Travels(
+            loaded=used + updated + kept + again, stored=moments + made + kept, again=again
         )
+
+    @property
+    def updates_away(self) -> bool:
+        """Whether parameters that rest away change; beside frozen ones those trained stay here."""
+        return bool(self.program.placement.frozen_names == ())
 
     def stages(self, layout: Layout, microbatches: int) -> tuple[Schedule, Spread]:
         """The table for so many microbatches, and the layers of each virtual stage.
@@ -370,17 +384,6 @@ class Workload:
             frozen_names=own.frozen_names,
             frozen_shapes=with_rows(own.frozen_shapes),
         )
-
-
-def _travels(
-    moments: float, params: float, layers: int, microbatches: int, masters: bool, kept: float = 0.0
-) -> Travels:
-    """Of a state that comes for its update, and of parameters that come for each use."""
-    again = (moments + params * (not masters)) / layers
-    read = 2 * microbatches + (not masters)
-    return Travels(
-        loaded=moments + params * read + kept + again, stored=moments + params + kept, again=again
-    )
 
 
 @cache

@@ -44,19 +44,19 @@ Token = Any
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """A leaf that is in memory by itself only: leaves like it are saved and restored in turn."""
+    """A leaf that is in memory by itself only: leaves like it are read, or saved, in turn."""
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any
     load: Callable[[], jax.Array]
     """Reads it."""
-    store: Callable[[jax.Array], Any]
-    """Writes it; what stands in its place in the state."""
+    store: Callable[[jax.Array], Any] | None = None
+    """Writes it; what stands in its place in the state. None = it is only read."""
 
 
 def loaded(leaf: Any) -> Any:
-    """A leaf of a state that is saved, read if it is `Apart`."""
+    """A leaf, read if it is `Apart`."""
     return leaf.load() if isinstance(leaf, Apart) else leaf
 
 
@@ -246,7 +246,9 @@ class Disk:
     state: Rows | None = None
     """The optimizer's state of the layers."""
     parameters: Rows | None = None
-    """Parameters of the layers."""
+    """Parameters of the layers that are trained."""
+    frozen: Rows | None = None
+    """Those that are not: steps read them and write none, so their version stays."""
     ends: Mapping[str, Rows] = field(default_factory=dict)
     """All other state of the optimizer, a tensor each by its path: one row."""
 
@@ -258,7 +260,8 @@ class Disk:
     @property
     def all(self) -> tuple[Rows, ...]:
         """All rows."""
-        return tuple(rows for rows in (self.state, self.parameters, *self.ends.values()) if rows)
+        some = (self.state, self.parameters, self.frozen, *self.ends.values())
+        return tuple(rows for rows in some if rows)
 
     @property
     def nbytes(self) -> int:
@@ -272,9 +275,10 @@ class Disk:
             microbatches: of a step, each of which reads every layer twice.
             masters: whether the update reads those in the place of parameters.
         """
-        params = self.parameters.nbytes if self.parameters else 0
-        reads = 2 * microbatches + (not masters)
-        return self.nbytes - params + params * reads, self.nbytes
+        params, frozen = (rows.nbytes if rows else 0 for rows in (self.parameters, self.frozen))
+        updated = self.nbytes - frozen
+        read = updated - params * masters + (params + frozen) * 2 * microbatches
+        return read, updated
 
     def begin(self) -> Speed:
         """Makes the files at their full size and measures the disk.
@@ -302,7 +306,7 @@ class Disk:
 
 @dataclass(frozen=True, eq=False)
 class OnDisk:
-    """The layers of a disk while a program goes through them, once each; perhaps none."""
+    """The layers of a disk that an update goes through, once each; perhaps none."""
 
     disk: Disk
     leaves: Mapping[str, Any]

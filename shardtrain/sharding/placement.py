@@ -131,7 +131,7 @@ class Placement:
     tiers: Tiers = Tiers()  # noqa: RUF009  # frozen
     """What of the state is not in the memory of the device."""
     disk: Rows | None = None
-    """The parameters that rest on a disk."""
+    """The parameters that rest on a disk, trained or not."""
     stays: frozenset[str] = frozenset()
     """Parameters of the layers that rest on the device in any case, such as adapters."""
     frozen_names: PyTree = ()
@@ -145,7 +145,6 @@ class Placement:
             self,
             names=self.frozen_names,
             shapes=self.frozen_shapes,
-            disk=None,
             frozen_names=(),
             frozen_shapes=(),
         )

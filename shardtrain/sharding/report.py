@@ -124,12 +124,12 @@ def _frozen_rows(placement: Placement, frozen: PyTree) -> tuple[Row, ...]:
     """Parameters without gradients and optimizer state."""
     names, resting = names_by_path(placement.names), placement.resting(stored=placement.zero >= 3)
     notes = dict(leaves_by_path(resting))
-    shardings = dict(leaves_by_path(placement.params))
+    shardings, whole = (dict(leaves_by_path(t)) for t in (placement.params, placement.shapes))
     return tuple(
         Row(
             path=path,
             names=names[path],
-            shape=leaf.shape,
+            shape=whole[path].shape,
             spec=tuple(shardings[path].spec),
             stored_spec=tuple(shardings[path].spec),
             note=", ".join(filter(None, ("frozen", notes[path].note))),

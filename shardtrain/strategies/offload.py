@@ -59,21 +59,20 @@ class FetchedStack:
     def _differentiable(self, layer: Layer, resting: PyTree, x: jax.Array) -> Any:
         """(stand-ins, what rests, index, x) -> x, of one layer; `resting` for shapes."""
         index = jax.ShapeDtypeStruct((), jnp.uint32)
-        names = self.placement.frozen_names
-        is_frozen = names[LAYERS] if names != () else ()
-
-        def rows(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
-
-        weights, frozen = rows(self.stand_ins), rows(_part(resting, is_frozen))
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        every = joined(weights, frozen)
-        whole, around = traced.opened(remat(self.policy)(layer), every, index, like)
-        cut = LayerVjp(whole, weights, index, like, around, frozen=frozen)
+        trained, frozen = (
+            names[LAYERS] if names != () else ()
+            for names in (self.placement.names, self.placement.frozen_names)
+        )
 
         def fetch(resting: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
             here = fetched(self.placement.all, resting, index)
-            return _part(here, weights), _part(here, is_frozen)
+            return _part(here, trained), _part(here, frozen)
+
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), resting)
+        weights = jax.eval_shape(fetch, row, index)
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        whole, around = traced.opened(remat(self.policy)(layer), joined(*weights), index, like)
+        cut = LayerVjp(whole, weights[0], index, like, around, frozen=weights[1])
 
         @jax.custom_vjp
         def run(_: PyTree, resting: PyTree, index: jax.Array, x: jax.Array, around: PyTree) -> Any:
@@ -88,7 +87,7 @@ class FetchedStack:
         def backward(saved: Any, g: jax.Array) -> Any:
             resting, index, kept, around = saved
             found, gx, _ = cut.backward(fetch(resting, index), index, kept, g, around)
-            return jax.tree.unflatten(jax.tree.structure(weights), found), None, None, gx, None
+            return jax.tree.unflatten(jax.tree.structure(weights[0]), found), None, None, gx, None
 
         run.defvjp(forward, backward)
         return lambda *row_and_x: run(*row_and_x, around)
@@ -113,15 +112,15 @@ def fetched(placement: Placement, resting: PyTree, place: Any) -> PyTree:
     """One layer's parameters on the device.
 
     Args:
-        placement: where they rest.
+        placement: where they rest; those of its disk are among them, or none of those.
         resting: the layer's part of each stacked leaf, where that rests; the version of what is on
             a disk.
         place: which row of the stack the layer is, or of its stage's part.
     """
     read: dict[str, Any] = {}
-    if placement.disk:
-        versions = dict(leaves_by_path({LAYERS: resting}))
-        read, _ = placement.disk.read(place, versions[placement.disk.paths[0]])
+    there, disk = dict(leaves_by_path({LAYERS: resting})), placement.disk
+    if disk and disk.paths[0] in there:
+        read, _ = disk.read(place, there[disk.paths[0]])
 
     def here(path: tuple[Any, ...], leaf: jax.Array, is_away: bool) -> jax.Array:
         name = f"{LAYERS}/{path_name(path)}"

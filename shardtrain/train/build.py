@@ -24,7 +24,7 @@ from shardtrain.optim.schedules import Schedule
 from shardtrain.optim.sweep import Streamed, Sweep, stacked_paths
 from shardtrain.optim.tables import RowRule, RowSgd, make_sweep
 from shardtrain.optim.update import Optimizer
-from shardtrain.sharding.disk import Disk
+from shardtrain.sharding.disk import Disk, loaded
 from shardtrain.sharding.disk_files import DiskFiles
 from shardtrain.sharding.frozen import joined
 from shardtrain.sharding.placement import (
@@ -49,7 +49,7 @@ from shardtrain.strategies.parts import Parts, Runner
 from shardtrain.strategies.precision import Policy, cast
 from shardtrain.strategies.zigzag import Arrange, in_order
 from shardtrain.tasks.base import Batch, Task
-from shardtrain.train.begin import placed, with_weights
+from shardtrain.train.begin import at_rest, with_weights
 from shardtrain.train.disk import on_disk, params_at_rest, params_on_disk
 from shardtrain.train.kept import EMA, Kept, for_evaluation, together
 from shardtrain.train.saved import Saved
@@ -154,6 +154,7 @@ class Program:
             frozen_names=frozen,
             frozen_shapes=frozen_shapes,
         )
+        # Where any rests away, parameters have the type that they are computed in.
         return replace(placement, disk=params_on_disk(placement, self.policy.params, self._files))
 
     @staticmethod
@@ -288,20 +289,25 @@ class Program:
         return self._first_state(*self._drawn())
 
     def _first_state(self, master: PyTree, frozen: PyTree, variables: PyTree) -> TrainState:
-        """The state before the first update, of parameters in model order."""
+        """The state before the first update, of parameters in model order.
+
+        Without `frozen` it has none of them.
+        """
         key = jax.random.key(self.seed)
         master = self._stacked_at_rest(cast(master, self.policy.master), self.placement)
-        frozen = self._stacked_at_rest(frozen, self.placement.frozen)
+        if frozen != ():
+            frozen = self._stacked_at_rest(frozen, self.placement.frozen)
+            frozen = params_at_rest(cast(frozen, self.policy.compute), self.disk.frozen)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             cursor=jnp.zeros((), jnp.int32),
-            params=params_at_rest(cast(master, self.policy.params), self.placement.disk),
+            params=params_at_rest(cast(master, self.policy.params), self.disk.parameters),
             opt_state=self.optimizer.first(master),
             key=jax.random.fold_in(key, 1),
             skipped=jnp.zeros((), jnp.int32),
             loss_scale=self.scaling.init(),
             model_state=together(self.kept.init(master, variables), self.handing_on.init()),
-            frozen=cast(frozen, self.policy.compute),
+            frozen=frozen,
         )
 
     def _stacked_at_rest(self, master: PyTree, placement: Placement) -> PyTree:
@@ -330,8 +336,8 @@ class Program:
         """Makes the initial state of parameters from elsewhere.
 
         Args:
-            weights: as `abstract_weights` describes them; what is trained beside them begins as
-                `init` has it.
+            weights: as `abstract_weights` describes them, or each `Apart`; what is trained beside
+                them begins as `init` has it.
             evaluates: whether nothing is trained, so that the state has no `opt_state`.
         """
         shardings = self.shardings.replace(opt_state=()) if evaluates else self.shardings
@@ -343,6 +349,7 @@ class Program:
             state = self._first_state(*self.training.begin(weights, trained), variables)
             return state.replace(opt_state=()) if evaluates else state
 
+        weights = jax.tree.map(loaded, weights)
         made: TrainState = jax.jit(first, out_shardings=shardings)(weights)
         return made
 
@@ -355,7 +362,7 @@ class Program:
         return off and not self.kept.parts and self.order.is_model_order
 
     def _from_host(self, weights: PyTree, *, evaluates: bool) -> TrainState:
-        """The initial state of weights in the host's memory."""
+        """The initial state of weights that come through the host's memory, leaf by leaf."""
         placement, policy = self.placement, self.policy
 
         def zeros(shapes: PyTree) -> PyTree:
@@ -363,8 +370,7 @@ class Program:
 
         def beside_frozen() -> TrainState:
             trained, _, variables = self._drawn()
-            state = self._first_state(trained, zeros(placement.frozen_shapes), variables)
-            return without_frozen(state)
+            return without_frozen(self._first_state(trained, (), variables))
 
         def without_frozen(state: TrainState) -> TrainState:
             return state.replace(frozen=(), opt_state=() if evaluates else state.opt_state)
@@ -382,11 +388,8 @@ class Program:
             state: TrainState = jax.jit(
                 beside_frozen, out_shardings=without_frozen(self.shardings)
             )()
-            frozen = jax.tree.map(
-                lambda leaf, target: placed(leaf, policy.compute, target),
-                self.training.begin(weights, ())[1],
-                placement.frozen.params,
-            )
+            frozen = self.training.begin(weights, ())[1]
+            frozen = at_rest(frozen, policy.compute, placement.frozen.params, self.disk)
             return state.replace(frozen=frozen)
         made = jax.jit(others, out_shardings=without(self.shardings))()
         return with_weights(made, weights, placement, policy, self.disk)

@@ -33,11 +33,13 @@ def on_disk(
     chosen, places = placement.state_on_disk(state), placement.beside(state)
     leaves = _leaves(state, places, chosen)
     layers = {path: leaf for path, leaf in leaves.items() if path in stacked}
-    mesh = placement.mesh
+    mesh, some_frozen = placement.mesh, placement.frozen_names != ()
     return Disk(
-        Rows(STATE, files, mesh, layers, mesh.shape[PIPELINE]) if layers else None,
-        placement.disk,
-        {
+        state=Rows(STATE, files, mesh, layers, mesh.shape[PIPELINE]) if layers else None,
+        # Beside frozen weights what is trained is on the device.
+        parameters=None if some_frozen else placement.disk,
+        frozen=placement.disk if some_frozen else None,
+        ends={
             path: Rows(path, files, mesh, {path: leaf}, leaf.shape[0])
             for path, leaf in leaves.items()
             if path not in stacked
@@ -46,16 +48,16 @@ def on_disk(
 
 
 def params_on_disk(placement: Placement, dtype: Any, files: DiskFiles) -> Rows | None:
-    """The parameters that rest there; None without any.
+    """The parameters that rest there, trained or not; None without any.
 
     Args:
         placement: where everything rests.
         dtype: of parameters.
         files: where they are.
     """
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), placement.shapes)
-    leaves = _leaves(shapes, placement.stored_params, placement.layers_in("disk"))
-    mesh = placement.mesh
+    every, mesh = placement.all, placement.mesh
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), every.shapes)
+    leaves = _leaves(shapes, every.stored_params, every.layers_in("disk"))
     return Rows(PARAMETERS, files, mesh, leaves, mesh.shape[PIPELINE]) if leaves else None
 
 
@@ -64,7 +66,7 @@ def params_at_rest(params: PyTree, rows: Rows | None) -> PyTree:
 
     Args:
         params: all of them, in the order of the stack.
-        rows: from `params_on_disk`.
+        rows: those that do.
     """
     if rows is None:
         return params

@@ -81,6 +81,24 @@ def test_state_is_that_of_the_run(layout: dict[str, Any], optimizer: str) -> Non
     assert held.master + held.moments == told.optimizer
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[5]], ids=str)
+def test_a_frozen_base_on_a_disk_is_only_read(layout: dict[str, Any]) -> None:
+    """Twice a microbatch; what the plan has on the disk and on the device is what the run has."""
+    config = load_config(BASE, {**layout, "lora.rank": 4, "offload.parameters": "disk"})
+    workload, chosen = make_workload(config, VOCAB, "gpu"), layout_of(config, 8)
+    program = make_program(config, vocab_size=VOCAB, mesh=abstract_mesh(config.mesh.model_dump()))
+    rows, microbatches = program.disk.frozen, chosen.microbatches
+    assert rows is not None
+    assert program.disk.all == (rows,)
+    held, travels = memory(workload, chosen), workload.to_disk(chosen)
+    assert held.disk == rows.group.rows * sum(block.nbytes for block in rows.group.blocks) > 0
+    versions = 4 * len(rows.paths)
+    assert held.parameters == make_report(program).parameters - versions
+    assert (travels.loaded, travels.stored) == (2 * microbatches * held.disk, 0)
+    traffic = program.disk.traffic(microbatches, masters=program.policy.has_master)
+    assert traffic == (2 * microbatches * rows.nbytes, 0)
+
+
 def test_a_layer_keeps_what_its_formula_says(workload: Workload) -> None:
     """Of a sample: both norms' inputs and results, q, k, v, attention's result, the MLP before its
     activation and after; a few numbers a position beside them.
