@@ -41,6 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.precision": "bfloat16",
         "optimizer.clip_norm": 0.1,
     },
+}
+MORE: dict[str, dict[str, Any]] = {
     "lora, pipeline 2, zero 1, the base alone": {
         **LORA,
         **STATE_HERE,
@@ -48,8 +50,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sharding.zero": 1,
         "train.microbatches": 2,
     },
-}
-MORE: dict[str, dict[str, Any]] = {
     "pipeline 2, 6 layers, interleaved, bfloat16": {
         "mesh.pipeline": 2,
         "model.num_layers": 6,
