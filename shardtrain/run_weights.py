@@ -215,6 +215,11 @@ def require_tokenizer(config: LanguageRunConfig) -> None:
         )
 
 
+def has_kept_config(folder: Path) -> bool:
+    """Whether a run's folder has the config.json of weights that it was begun with."""
+    return (folder / KEPT_CONFIG).is_file()
+
+
 def _is_foreign(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 

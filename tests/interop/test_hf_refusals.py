@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardtrain import cli
 from tests.interop.imported import MODELS, run_import
 
 Change = Callable[[Path], None]
@@ -248,6 +249,20 @@ def test_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "run" / "resolved.toml").read_bytes() == before
 
 
+def test_an_import_whose_weights_are_gone_is_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = tmp_path / "run", tmp_path / "tokens.npy"
+    assert run_import(MODELS / "llama", run) == 0
+    shutil.rmtree(run / "checkpoints")
+    np.save(data, np.arange(2000, dtype=np.uint16) % 90)
+    sizes = ("--data.sequence_length", "16", "--data.batch_size", "8", "--run.steps", "1")
+    assert cli.main(["train", str(run), "--data.path", str(data), *sizes]) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoints of this run are gone" in said
+    assert "none, and its weights were imported" in said
+
+
 def test_a_mesh_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_import(MODELS / "llama", tmp_path / "run", "--mesh.tensor", "4") == 2
     assert "mesh.tensor=4: model.num_kv_heads=2" in capsys.readouterr().err
@@ -259,7 +274,5 @@ def test_one_folder_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardtrain import cli
-
     assert cli.main(["import", "--out", "run"]) == 2
     assert "HF_DIR is missing" in capsys.readouterr().err
