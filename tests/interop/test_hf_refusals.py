@@ -241,6 +241,31 @@ def test_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("case", ["missing", "shape"])
+def test_a_run_is_not_begun_with_them(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run.init`: by the headers alone, before the step is compiled and the folder is made."""
+    folder, run, data = tmp_path / "hf", tmp_path / "run", tmp_path / "tokens.npy"
+    shutil.copytree(MODELS / "gpt2", folder)
+
+    def change(found: dict[str, np.ndarray]) -> None:
+        found[UP] = found[UP][:-1]
+        if case == "missing":
+            del found[UP]
+
+    tensors(change)(folder)
+    np.save(data, np.arange(2000, dtype=np.uint16) % 90)
+    places = ("--run.init", str(folder), "--run.dir", str(run), "--data.path", str(data))
+    sizes = ("--data.sequence_length", "16", "--data.batch_size", "8", "--run.steps", "1")
+    assert cli.main(["train", "finetune_lora", *places, *sizes]) == 2
+    said = capsys.readouterr().err
+    assert f"{UP} {'is missing' if case == 'missing' else 'has another shape'}" in said
+    assert str(folder / WEIGHTS) in said
+    assert "compil" not in said
+    assert not run.exists()
+
+
 def test_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_import(MODELS / "bloom", tmp_path / "run") == 0
     before = (tmp_path / "run" / "resolved.toml").read_bytes()
