@@ -505,10 +505,10 @@ class Attempt:
 
     def _end(self, observer: Observer, record: Record, ending: Ending) -> int:
         """Waits for the last save and says how it ended."""
-        self.phases.enter("end")
+        done, request = int(ending.state.step), ending.request
+        self.phases.enter("end", done)
         self.checkpoints.wait()
         self._tell_saved(observer)
-        done, request = int(ending.state.step), ending.request
         steps = self.run.config.run.steps
         if request is not None:
             told = {"reason": request.reason, "code": request.code, **record.goodput()}
