@@ -81,6 +81,7 @@ def verify(run: str, what: Sequence[str], *, json: bool) -> int:
     numbers = [_number(word) for word in what] or folder.complete_steps(directory)
     told: dict[int, list[str]] = {}
     unknown = []
+    wanted: dict[int, str] = {}
     for number in numbers:
         try:
             record = folder.read_record(directory, number)
@@ -91,9 +92,11 @@ def verify(run: str, what: Sequence[str], *, json: bool) -> int:
             continue
         if not record.files:
             unknown.append(number)
+        if digest := str(record.metadata.get(BASE, "")):
+            wanted[number] = digest
         path = directory / str(number)
         told[number] = folder.faults(path, record) or _leaf_faults(path, record)
-    base = _base_faults(directory.parent / BASE)
+    base = _base_faults(directory.parent / BASE, wanted)
     bad = [lines for lines in (*told.values(), *base.values()) if lines]
     if json:
         found = {"steps": told, "cannot_be_verified": unknown, **base, "good": not bad}
@@ -113,16 +116,31 @@ def verify(run: str, what: Sequence[str], *, json: bool) -> int:
     return EXIT_FAILED if bad else 0
 
 
-def _base_faults(directory: Path) -> dict[str, list[str]]:
-    """What is wrong with the frozen weights of a LoRA run; nothing where there are none."""
-    if not folder.complete_steps(directory):
-        return {}
+def _base_faults(directory: Path, wanted: Mapping[int, str]) -> dict[str, list[str]]:
+    """What is wrong with the frozen weights of a run; nothing where there are none and need not be.
+
+    Args:
+        directory: where they lie.
+        wanted: the digest of those that each step was trained with, of steps that had any.
+    """
+    if 0 not in folder.complete_steps(directory):
+        return {BASE: [_trained_with("gone", directory, list(wanted))]} if wanted else {}
     try:
         record = folder.read_record(directory, 0)
     except CheckpointError as error:
         return {BASE: [f"{folder.RECORD}: {error.value or error.message}"]}
-    path = directory / "0"
-    return {BASE: folder.faults(path, record) or _leaf_faults(path, record)}
+    path, found = directory / "0", record.digest
+    faults = folder.faults(path, record) or _leaf_faults(path, record)
+    if others := [step for step, digest in wanted.items() if digest != found]:
+        faults.append(_trained_with("others", directory, others))
+    return {BASE: faults}
+
+
+def _trained_with(what: str, directory: Path, steps: Sequence[int]) -> str:
+    which = (
+        f"step {steps[0]} was" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} were"
+    )
+    return f"the frozen weights that {which} trained with are {what}: {directory}"
 
 
 def diff(run: str, what: Sequence[str], *, json: bool) -> int:

@@ -85,12 +85,14 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
         shutil.copyfile(source / CONFIG_FILE, target / KEPT_CONFIG)
         directory.write_resolved(to_toml(config))
     count = count_parameters(program, config.model.vocab_size)
+    bad = [f"{name} has entries that are no finite numbers" for name in mapped.not_numbers]
+    notes = [*training_notes(source), *bad]
     if json:
         told = {"run": str(target), "family": family.model_type, "parameters": count}
-        print(json_.dumps({**told, "notes": training_notes(source)}))
+        print(json_.dumps({**told, "notes": notes}))
         return 0
     console = make_console()
-    for note in training_notes(source):
+    for note in notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if not (source / TOKENIZER_FILE).is_file():
         console.print(f"note: {source} has no {TOKENIZER_FILE}", markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ not own: generation and evaluation.
 import json as json_
 import math
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -23,7 +24,7 @@ from shardtrain.config import (
 from shardtrain.data.sources import open_data, open_tokenizer, open_whole
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.data.tokens import TokenFile
-from shardtrain.errors import CheckpointError, ConfigError, DataError
+from shardtrain.errors import EXIT_FAILED, CheckpointError, ConfigError, DataError
 from shardtrain.run import build, evaluate_on, make_generator
 from shardtrain.run_program import make_program
 from shardtrain.run_state import restore_state
@@ -98,13 +99,25 @@ def eval_command(config: RunConfig, *, json: bool) -> int:
             allowed="more than 0",
         )
     state = restore_newest(config, run.program)
-    result = {"step": int(state.step), **run.evaluate(state)}
+    found = run.evaluate(state)
+    result = {"step": int(state.step), **found}
     if json:
-        print(json_.dumps(result))
+        print(json_.dumps(plain(result)))
     else:
-        words = [f"{name} {value:.4f}" for name, value in result.items() if name != "step"]
+        words = [f"{name} {value:.4f}" for name, value in found.items()]
         print("  ".join([f"step {result['step']}", *words]))
-    return 0
+    return _judge(int(state.step), [v for name, v in found.items() if name.endswith("loss")])
+
+
+def _judge(step: int, losses: Sequence[float]) -> int:
+    """The exit code of an evaluation, which says so where a loss is no number."""
+    if all(math.isfinite(loss) for loss in losses):
+        return 0
+    _say(
+        f"the loss is no number: the weights of step {step} have entries that are none, or lead to "
+        "scores that are none"
+    )
+    return EXIT_FAILED
 
 
 def eval_file_command(config: LanguageRunConfig, trained: LanguageRunConfig, *, json: bool) -> int:
@@ -139,21 +152,22 @@ def eval_file_command(config: LanguageRunConfig, trained: LanguageRunConfig, *, 
     result = {
         "step": int(state.step),
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < _LARGEST else math.inf,
+        "perplexity": math.inf if loss >= _LARGEST else math.exp(loss),  # also of no number
         "bits_per_byte": total / math.log(2) / size if size else None,
         "targets": int(targets),
         "tokens": file.header.tokens,
         "bytes": size,
     }
+    code = _judge(int(state.step), [loss])
     if json:
         print(json_.dumps(plain(result)))
-        return 0
+        return code
     bits = "unknown" if size is None else f"{result['bits_per_byte']:.4f}"
     print(
         f"step {result['step']}  loss {loss:.4f}  perplexity {result['perplexity']:.4g}  "
         f"bits per byte {bits}  ({result['targets']:,} targets)"
     )
-    return 0
+    return code
 
 
 def _known_tokenizer(config: LanguageRunConfig) -> Tokenizer | None:

@@ -75,7 +75,7 @@ def _facts(report: "Report") -> Table:
     mfu = "" if report.mfu is None else f", mfu {report.mfu:.1%}"
     counts = [f"{n} {word}" for name, word in _WORDS.items() if (n := report.happened[name])]
     steps = "-" if report.step_time is None else f"{report.step_time:.3g} s a step"
-    took = "" if saves.took is None else f", each {saves.took:.1f} s"
+    took = "" if saves.took is None else f"{seconds(saves.took)} after it begins (median)"
     newest = "none" if saves.newest is None else f"step {saves.newest:,}"
     now = f"{report.under_way}, last heard of {seconds(report.heard)} ago"
     price = f"unknown, {report.device_hours:.3g} device hours"
@@ -86,9 +86,10 @@ def _facts(report: "Report") -> Table:
         *([("AUC", f"{report.val_auc:.4f}")] if report.val_auc is not None else []),
         *([("recall", f"{report.val_recall:.2%}")] if report.val_recall is not None else []),
         ("examples/s" if examples else "tokens/s", f"{speed}{mfu}, {steps} (medians)"),
-        ("saves", f"{saves.count}{took}, {human_bytes(saves.bytes)}"),
+        ("saves", f"{saves.count}, {human_bytes(saves.bytes)} in all"),
+        *([("complete", took)] if took else []),
+        ("blocked", f"the loop for {seconds(saves.blocked)}, {saves.blocked_share:.2%}"),
         ("newest", newest),
-        ("blocked", f"{seconds(saves.blocked)} by saves, {saves.blocked_share:.2%}"),
         ("events", ", ".join(counts) or "none"),
         ("cost", price),
         *([("runs", now)] if report.under_way else []),

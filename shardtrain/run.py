@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
+from shardtrain.checkpoint.folder import complete_steps
 from shardtrain.config import (
     LanguageRunConfig,
     RunConfig,
@@ -26,7 +27,7 @@ from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
-from shardtrain.run_weights import require_tokenizer, weights_of
+from shardtrain.run_weights import check_weights, require_tokenizer, weights_of
 from shardtrain.run_work import Info, Work, work_of
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.disk import require_disk
@@ -40,6 +41,7 @@ from shardtrain.strategies.stack import Stack, make_stack, make_streamed_stack
 from shardtrain.tasks.ranking import RankingTask
 from shardtrain.train.build import Program
 from shardtrain.train.generate import Generator
+from shardtrain.train.rundir import checkpoints_in
 from shardtrain.train.screen import make_console
 from shardtrain.train.state import TrainState
 
@@ -208,12 +210,24 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         require_disk(devices)
     if isinstance(config, LanguageRunConfig) and known_vocab(config) is not None:
         require_tokenizer(config)
+    known = work_of(config).known_size()
+    if begins := bool(config.run.init) and not complete_steps(checkpoints_in(config.run.dir)):
+        _check_init(config, known, devices)  # before data is prepared, perhaps for hours
     data, validation, info = work_of(config).open_data(_say)
+    if begins and known is None:
+        _check_init(config, info.vocab_size, devices)
     config, choice = choose_remat(config, info.vocab_size, devices)
     if choice:
         _say(f"train.remat is {choice}")
     program = make_program(config, vocab_size=info.vocab_size, devices=devices)
     return Run(config, program, data, validation, info)
+
+
+def _check_init(config: RunConfig, size: int | None, devices: Sequence[jax.Device]) -> None:
+    """Refuses weights of another model, where its size is known."""
+    if size is not None:
+        program = make_program(config, vocab_size=size, devices=devices)
+        check_weights(config.run.init, config, program)
 
 
 def make_generator(config: LanguageRunConfig, program: Program, tokenizer: Tokenizer) -> Generator:

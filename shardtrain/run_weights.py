@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.checkpoint.folder import StepRecord
+from shardtrain.checkpoint.folder import LeafRecord, StepRecord
 from shardtrain.config import LanguageRunConfig, RunConfig, TextRunConfig, with_defaults, with_text
 from shardtrain.config_init import Origin, find_origin
 from shardtrain.config_language import TOKENIZERS
@@ -38,6 +38,7 @@ from shardtrain.models.lora import BASE, DOWN, UP, Lora, merge
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.run_program import make_training
 from shardtrain.run_state import base_of, check_base, is_imported, restore_leaf
+from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.train.begin import in_turn
 from shardtrain.train.build import Program
 from shardtrain.train.rundir import checkpoints_in
@@ -101,6 +102,22 @@ class SavedWeights:
             return host if dtype is None else host.astype(dtype)
         return jax.jit(lambda x: x.astype(dtype or x.dtype), out_shardings=sharding)(found)
 
+    def shape(self, path: str) -> tuple[int, ...]:
+        """That of a parameter, by the records alone.
+
+        Raises:
+            CheckpointError: there is no such parameter.
+        """
+        inner = path.removeprefix(_LAYERS)
+        is_own = not self._has_frozen or f"params/{path}" in self._record.leaves
+        if self._lora is not None and inner in self._lora.matrices:
+            frozen = f"{path}/{BASE}"
+        elif is_own:
+            return _stored(self._checkpoints, self._step, self._record, self._name(path)).shape
+        else:
+            frozen = path
+        return _stored(self._base, 0, self._base_record, f"frozen/{frozen}").shape
+
     def _own(self, path: str, sharding: Any) -> Any:
         """A parameter that is trained, or, where there are frozen ones, perhaps one of those."""
         if self._has_frozen and f"params/{path}" not in self._record.leaves:
@@ -108,10 +125,12 @@ class SavedWeights:
         return self._leaf(path, sharding)
 
     def _leaf(self, path: str, sharding: Any) -> Any:
-        name = f"opt_state/master/{path}"
-        if name not in self._record.leaves:
-            name = f"params/{path}"
-        return _restored(self._checkpoints, self._step, self._record, name, sharding)
+        return _restored(self._checkpoints, self._step, self._record, self._name(path), sharding)
+
+    def _name(self, path: str) -> str:
+        """The leaf that has most of a parameter that is trained: its master, or itself."""
+        master = f"opt_state/master/{path}"
+        return master if master in self._record.leaves else f"params/{path}"
 
     def _frozen(self, path: str, sharding: Any) -> Any:
         return _restored(self._base, 0, self._base_record, f"frozen/{path}", sharding)
@@ -120,15 +139,51 @@ class SavedWeights:
 def _restored(
     checkpoints: Checkpointer, step: int, record: StepRecord, name: str, sharding: Any
 ) -> Any:
+    leaf = _stored(checkpoints, step, record, name)
+    wanted = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
+    return restore_leaf(checkpoints, step, name, wanted)
+
+
+def _stored(checkpoints: Checkpointer, step: int, record: StepRecord, name: str) -> LeafRecord:
     if name not in record.leaves:
         raise CheckpointError(
             f"{name} is not in this checkpoint",
             where=str(checkpoints.directory / str(step)),
             cure="take weights of the same kind of model",
         )
-    leaf = record.leaves[name]
-    wanted = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
-    return restore_leaf(checkpoints, step, name, wanted)
+    return record.leaves[name]
+
+
+def check_weights(name: str, config: RunConfig, program: Program) -> None:
+    """Refuses weights that are not those of the model, by names and shapes; reads none of them.
+
+    Args:
+        name: what `run.init` says.
+        config: of the run that begins.
+        program: its functions.
+
+    Raises:
+        UserError: there are none, one is missing, or has another shape.
+    """
+    origin = find_origin(name)
+    if not origin.is_run:
+        map_folder(origin.folder, with_text(config, "an import"), program)
+        return
+    with Checkpointer(checkpoints_in(origin.folder)) as checkpoints:
+        saved = SavedWeights(checkpoints, _step_of(origin, checkpoints))
+        for path, leaf in leaves_by_path(program.abstract_weights):
+            _check_shape(name, path, saved.shape(path), leaf.shape)
+
+
+def _check_shape(name: str, path: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"the weights of run.init are of another model: {path}",
+            where=name,
+            value=str(list(found)),
+            allowed=str(list(wanted)),
+            cure="leave [model] out, and use their tokenizer",
+        )
 
 
 @contextmanager
@@ -156,14 +211,7 @@ def weights_of(name: str, config: RunConfig, program: Program) -> Iterator[PyTre
 
         def read(path: str, leaf: Any) -> Any:
             own = saved.read(path, leaf.dtype, leaf.sharding)
-            if own.shape != leaf.shape:
-                raise CheckpointError(
-                    f"the weights of run.init are of another model: {path}",
-                    where=name,
-                    value=str(list(own.shape)),
-                    allowed=str(list(leaf.shape)),
-                    cure="leave [model] out, and use their tokenizer",
-                )
+            _check_shape(name, path, own.shape, leaf.shape)
             return own
 
         yield in_turn(abstract, read)
@@ -213,6 +261,11 @@ def require_tokenizer(config: LanguageRunConfig) -> None:
             cure=f"give it, --data.tokenizer PATH/{TOKENIZER_FILE}; or use data that is tokens "
             "already",
         )
+
+
+def has_kept_config(folder: Path) -> bool:
+    """Whether a run's folder has the config.json of weights that it was begun with."""
+    return (folder / KEPT_CONFIG).is_file()
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -103,5 +103,5 @@ def _raise_theirs(watchdog: Watchdog, peers: Processes, seconds: float = 1.0) ->
     end = watchdog.reason(seconds)
     if end is not None:
         if peers.index == 0:
-            print(f"\n{end.words}", file=sys.stderr)
+            print(end.words, file=sys.stderr)
         raise PeerEndError(end.code, end.words) from None

@@ -39,7 +39,7 @@ from shardtrain.run_state import (
     restore_state,
     save_base,
 )
-from shardtrain.run_weights import copy_beside
+from shardtrain.run_weights import copy_beside, has_kept_config
 from shardtrain.sharding.mesh import mesh_platform, split_axes
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.processes import Processes
@@ -60,7 +60,7 @@ from shardtrain.train.rundir import BASE, Change, RunDirectory, changes, check_c
 from shardtrain.train.screen import Screen, human_bytes, make_console
 from shardtrain.train.state import TrainState
 from shardtrain.train.watchdog import Limits
-from shardtrain.training_record import Past, Record
+from shardtrain.training_record import Past, Record, check_nothing_is_gone
 
 _ENDLESS = 2**62
 _PATIENCE = 24 * 3600.0
@@ -124,9 +124,11 @@ class Attempt:
     # -- before the first update
 
     def _resumable(self) -> int | None:
-        """The step to go on from; refuses a folder that holds another run."""
+        """The step to go on from; refuses a folder that holds another run, or did hold steps."""
         latest = self.checkpoints.newest_good(self._tell_damage)
         if latest is None:
+            if self.peers.index == 0:
+                check_nothing_is_gone(self.directory, imported=self._was_imported())
             return None
         saved, tokens = self.checkpoints.metadata(latest), self.run.info.digest
         found = changes(with_defaults(saved["config"]), self.run.config.model_dump())
@@ -137,6 +139,10 @@ class Attempt:
         allow = self.run.config.run.allow_changes
         check_changes(found, allow=allow, where=str(self.directory.path))
         return latest
+
+    def _was_imported(self) -> bool:
+        """Whether the folder has what lies beside weights, and they were not to come by itself."""
+        return not self.run.config.run.init and has_kept_config(self.directory.path)
 
     def _tell_damage(self, words: str) -> None:
         self._damage.append(words)
@@ -499,10 +505,10 @@ class Attempt:
 
     def _end(self, observer: Observer, record: Record, ending: Ending) -> int:
         """Waits for the last save and says how it ended."""
-        self.phases.enter("end")
+        done, request = int(ending.state.step), ending.request
+        self.phases.enter("end", done)
         self.checkpoints.wait()
         self._tell_saved(observer)
-        done, request = int(ending.state.step), ending.request
         steps = self.run.config.run.steps
         if request is not None:
             told = {"reason": request.reason, "code": request.code, **record.goodput()}

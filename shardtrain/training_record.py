@@ -1,7 +1,7 @@
 """What an attempt writes down: metrics, curves, the timeline; in process 0, for all of them.
 
-Owns: opening, going back to a step, what the other processes must know of it. Does not own: the
-files' forms (`shardtrain.train`), and what is told.
+Owns: opening, going back to a step, what the other processes must know of it, and what it proves of
+checkpoints that are gone. Does not own: the files' forms (`shardtrain.train`), and what is told.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from shardtrain.config import RunConfig
-from shardtrain.errors import PeerEndError, UserError
+from shardtrain.errors import CheckpointError, PeerEndError, UserError
 from shardtrain.sharding.processes import Processes
 from shardtrain.train.goodput import attempts, goodput
 from shardtrain.train.loop import Observer
@@ -34,6 +34,36 @@ class Past:
     """Those of the last updates before the one that the run goes on from."""
     evaluated: bool = True
     """Whether that one has its evaluation, which an interrupt leaves out."""
+
+
+def check_nothing_is_gone(directory: RunDirectory, *, imported: bool) -> None:
+    """Refuses to begin anew where a checkpoint was: one that has gone, or whose disk is not there.
+
+    A run that was killed before its first save was complete has no line of one, and begins anew.
+
+    Args:
+        directory: of a run that has no checkpoint.
+        imported: whether its weights came by `shardtrain import`, as its step 0.
+
+    Raises:
+        CheckpointError: the timeline tells of one that was saved or read, or there were weights.
+    """
+    told = [
+        line
+        for line in read_timeline(directory.timeline)
+        if line.get("event") in ("save", "restore")
+    ]
+    if not told and not imported:
+        return
+    raise CheckpointError(
+        "the checkpoints of this run are gone",
+        where=str(directory.checkpoints),
+        value=f"none, and {directory.timeline.name} tells of step {told[-1]['at']}"
+        if told
+        else "none, and its weights were imported",
+        cure="put them back, or mount their disk, and run again; to begin anew, take another "
+        "run.dir or remove this run's folder",
+    )
 
 
 class Record:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shardtrain import cli
 from shardtrain.config import load_config
@@ -133,3 +135,22 @@ def test_imported_weights_without_tokenizer_never_read_text_as_bytes(
     assert found["bits_per_byte"] is None
     assert found["loss"] > 0
     assert jax.device_count() == 8
+
+
+def test_weights_that_are_no_numbers_are_noted_and_their_loss_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, ids, name = tmp_path / "source", tmp_path / "ids.npy", "transformer.h.1.mlp.c_fc.weight"
+    shutil.copytree(MODELS / "gpt2", source)
+    weights = load_file(source / "model.safetensors")
+    weights[name][3, 5] = np.nan
+    save_file(weights, source / "model.safetensors")
+    np.save(ids, np.load(MODELS / "gpt2" / "ids.npy").reshape(-1))
+    assert cli.main(["import", str(source), "--out", str(tmp_path / "run")]) == 0
+    assert (
+        capsys.readouterr().err.count(f"note: {name} has entries that are no finite numbers") == 1
+    )
+    assert cli.main(["eval", str(tmp_path / "run"), "--data.path", str(ids)]) == 1
+    out, err = capsys.readouterr()
+    assert "loss nan  perplexity nan  bits per byte" in out
+    assert "the loss is no number: the weights of step 0" in err

@@ -165,7 +165,9 @@ def test_from_a_hugging_face_folder(folder: Path) -> None:
     assert (folder / "from_hf" / "hf_config.json").is_file()
 
 
-def test_other_frozen_weights_are_refused(folder: Path, tuned: Path) -> None:
+def test_other_frozen_weights_are_refused(
+    folder: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = folder / "other"
     shutil.copytree(tuned, other)
     record = other / "base" / "0" / "checkpoint.json"
@@ -175,9 +177,18 @@ def test_other_frozen_weights_are_refused(folder: Path, tuned: Path) -> None:
     with pytest.raises(CheckpointError, match="are gone"):
         restore_newest(config, program)
     assert not record.exists()
+    verify = ["checkpoints", str(other), "verify"]
+    assert cli.main(verify) == 1
+    assert "base: the frozen weights that steps 2, 4 were trained with are gone" in (
+        capsys.readouterr().out
+    )
+    assert cli.main([*verify, "4", "--json"]) == 1
+    assert "step 4 was trained with are gone" in json.loads(capsys.readouterr().out)["base"][0]
     shutil.copytree(folder / "from_hf" / "base", other / "base")
     with pytest.raises(CheckpointError, match="are others"):
         restore_newest(config, program)
+    assert cli.main(verify) == 1
+    assert "steps 2, 4 were trained with are others" in capsys.readouterr().out
 
 
 def test_damage_of_frozen_weights_is_found(

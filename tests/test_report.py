@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -284,6 +285,22 @@ def test_ends_costs_and_what_happened(tmp_path: Path) -> None:
     assert found.cost == pytest.approx(3 * hours)
 
 
+def test_what_saves_have_taken_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until they are complete, which is behind the steps, and what they held the loop up."""
+    clock = Clock().attempt(0, 4).spend("step", 4, 2).spend("save", 2, 2)
+    for took in (7.0, 9.0):
+        clock.line(event="save", at=2, bytes=2**20, blocked=1.0, took=took)
+    run = write_run(tmp_path / "r", clock)
+    assert cli.main(["report", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "saves    2, 2.0 MiB in all" in told
+    assert "complete 8.0 s after it begins (median)" in told
+    assert "blocked  the loop for 2.0 s, 20.00%" in told
+    assert re.search(r"^save +2\.0 s +20\.0%", told, re.MULTILINE)
+
+
 def test_whether_it_runs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", Clock().attempt(0, 4).spend("step", 2, 1))
     assert make_report(load_config(run)).attempts[-1].ended == "killed"
@@ -304,6 +321,7 @@ def test_it_fits_on_a_screen(
         clock.wait(9).attempt(number, 40).spend("compile", 60).spend("restore", 5, number)
         for phase in ("data", "host", "step", "eval", "save", "idle", "end"):
             clock.spend(phase, 7, number + 2)
+        clock.line(event="save", at=number, bytes=2**30, blocked=7.0, took=93.0)
     run = write_run(tmp_path / "r", clock)
     assert cli.main(["report", str(run)]) == 0
     told = capsys.readouterr()

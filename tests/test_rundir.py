@@ -9,8 +9,10 @@ import textwrap
 
 import pytest
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import CheckpointError, ConfigError
+from shardtrain.train.phases import Phases, Timeline
 from shardtrain.train.rundir import LOCK, Change, RunDirectory, changes, check_changes
+from shardtrain.training_record import check_nothing_is_gone
 
 
 def test_makes_the_directory_and_lets_go_of_it(tmp_path):
@@ -174,3 +176,18 @@ def test_breaking_changes_are_refused_with_the_list(tmp_path):
     ]
     check_changes(found, allow=True, where="runs/first")
     check_changes([c for c in found if c.kind == "free"], allow=False, where="runs/first")
+
+
+def test_only_a_run_that_never_saved_begins_anew_by_itself(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        check_nothing_is_gone(run, imported=False)  # nothing was done at all
+        timeline = Timeline(run.timeline, Phases())
+        timeline.write("first_step", at=1)
+        timeline.write("failed", reason="killed before a save was complete", code=1)
+        check_nothing_is_gone(run, imported=False)
+        with pytest.raises(CheckpointError, match="weights were imported"):
+            check_nothing_is_gone(run, imported=True)
+        timeline.write("save", at=300)
+        timeline.close()
+        with pytest.raises(CheckpointError, match="tells of step 300"):
+            check_nothing_is_gone(run, imported=False)

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from shardtrain import cli
+from shardtrain.commands_trained import restore_newest
 from shardtrain.config import load_config
 from shardtrain.errors import CheckpointError
 from shardtrain.train.metrics import read_events
@@ -83,6 +86,18 @@ def test_eval_is_that_of_the_run_on_any_mesh(trained, mesh, capsys):
     (last,) = [e for e in read_events(folder / "metrics.jsonl") if e["event"] == "eval"]
     assert (code, result["step"]) == (0, 2)
     assert abs(result["val_loss"] - last["val_loss"]) <= 1e-5 * last["val_loss"]
+
+
+def test_a_loss_that_is_no_number_is_said_and_fails(trained, monkeypatch, capsys):
+    def poisoned(config, program):
+        state = restore_newest(config, program)
+        return state.replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+
+    monkeypatch.setattr("shardtrain.commands_trained.restore_newest", poisoned)
+    code, out, err = answer(capsys, "eval", str(trained[0]), "--json")
+    assert (code, json.loads(out)) == (1, {"step": 2, "val_loss": None})
+    assert "the loss is no number: the weights of step 2" in err
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_generate_is_the_same_on_any_mesh(trained, capsys):

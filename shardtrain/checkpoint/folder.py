@@ -82,6 +82,12 @@ class StepRecord:
         """When it was saved."""
         return datetime.datetime.fromisoformat(self.created)
 
+    @property
+    def digest(self) -> str:
+        """Of all entries of all leaves."""
+        leaves = {name: leaf.digest for name, leaf in sorted(self.leaves.items())}
+        return hashlib.sha256(json.dumps(leaves).encode()).hexdigest()[:32]
+
     def to_json(self) -> str:
         """Return the text of `checkpoint.json`.
 

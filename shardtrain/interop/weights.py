@@ -5,8 +5,8 @@ into a placement, leaf by leaf, and the tensors of an export. Does not own: file
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardtrain.errors import CheckpointError, raise_all
 from shardtrain.interop.family import EMBEDDING, HEAD, Family
 from shardtrain.interop.hf_files import DTYPES, WeightFiles
-from shardtrain.interop.tensors import Parameter
+from shardtrain.interop.tensors import Parameter, Tensor
 from shardtrain.sharding.placement import leaves_by_path, names_by_path
 
 PyTree = Any
@@ -50,6 +50,9 @@ class Mapped:
     own: Mapping[str, Parameter]
     found: Mapping[str, str]
     """Names as transformers writes them -> names in the files."""
+    not_numbers: list[str] = field(default_factory=list)
+    """The first tensor, in the files' words, with an entry that is no finite number, of what was
+    read until now; empty while there is none."""
 
     def place(self, abstract: PyTree) -> PyTree:
         """Read every parameter straight to where it rests.
@@ -75,9 +78,19 @@ class Mapped:
 
         def piece(index: tuple[slice, ...] | None) -> NDArray[Any]:
             whole = tuple(slice(None) for _ in leaf.shape)
-            return own.gather(row, self._read, index or whole, leaf.dtype)
+            found = own.gather(row, self._read, index or whole, leaf.dtype)
+            if not self.not_numbers and not np.isfinite(found).all():
+                self._name_the_first(own, row)
+            return found
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, piece)
+
+    def _name_the_first(self, own: Parameter, row: Sequence[Tensor]) -> None:
+        """Looks which of a parameter's tensors it is; only where one is known to be."""
+        names = (name for name, _, _ in own.names(row))
+        bad = next((name for name in names if not np.isfinite(self._read(name)).all()), None)
+        if bad is not None:  # else a number was too large for the type that it became
+            self.not_numbers.append(self.found[bad])
 
     def _read(self, name: str) -> NDArray[Any]:
         return self.files.read(self.found[name])

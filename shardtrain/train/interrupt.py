@@ -108,4 +108,5 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"\n{message}", file=sys.stderr, flush=True)
+    echoed = "\n" if sys.stderr.isatty() else ""  # by the terminal: ^C
+    print(f"{echoed}{message}", file=sys.stderr, flush=True)

@@ -199,7 +199,7 @@ class Loop:
         return state
 
     def _save(self, state: TrainState, values: Values | None = None) -> int:
-        with self.phases.within("save"):
+        with self.phases.within("save", self._done):
             self.save(self._done, state, values or {})
         self._resumed = time.perf_counter()
         return self._done
@@ -238,7 +238,7 @@ class Loop:
         if moved:
             self._done += 1
             if evaluate is not None:
-                with self.phases.within("eval"):
+                with self.phases.within("eval", self._done):
                     values = evaluate()
             times = {"step_time": seconds, **self.rates(seconds)}
             self.observer.row(self._done, fetched | values | pending.told | times)

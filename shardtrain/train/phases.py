@@ -80,10 +80,10 @@ class Phases:
         self.told(self._now)
 
     @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        """A phase inside another one, which goes on afterwards."""
+    def within(self, phase: str, step: int) -> Iterator[None]:
+        """A phase inside another one, which goes on afterwards; `step` updates are done."""
         outer = self._now.phase
-        self.enter(phase)
+        self.enter(phase, step)
         try:
             yield
         finally:

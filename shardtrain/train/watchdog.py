@@ -38,6 +38,10 @@ _STEP_FLOOR, _FIRST_STEP = 60.0, 1800.0
 _TIMES_SLOWER, _TIMES_WARN = 20.0, 8.0
 _UNHURRIED = {"host": "step", "replay": "step", "data": "step", "idle": "step", "end": "save"}
 """Phases that have another one's limit."""
+_SOON, _LATER = 10.0, 60.0
+"""Seconds before a word is said: of what every step does, and of what is slow by its nature."""
+_FIRST = {"eval": 0, "save": 1}
+"""What comes before all else once so many steps are done, in this order."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class Limits:
     def warn_of(self, phase: str) -> float:
         """The seconds after which a word is said."""
         slow = _TIMES_WARN * statistics.median(self._steps) if self._steps else _FIRST_STEP / 2
-        return min(self.of(phase) / 2, max(10.0, slow))
+        least = _SOON if _UNHURRIED.get(phase, phase) == "step" else _LATER
+        return min(self.of(phase) / 2, max(least, slow))
 
 
 class Watchdog:
@@ -175,7 +180,10 @@ class Watchdog:
                 self._too_late(now, spent)
             elif spent > self._limits.warn_of(now.phase) and self._warned != now:
                 self._warned = now
-                _say(f"process {self._peers.index} has been {_doing(now)} for {spent:.0f} s")
+                _say(
+                    f"process {self._peers.index} has been {_doing(now)} for {spent:.0f} s; "
+                    f"up to {self._limits.of(now.phase):.0f} s are waited for"
+                )
             if self._peers.count > 1 and time.monotonic() - self._heard > LOST_AFTER:
                 words = f"process 0 has been silent for {LOST_AFTER:.0f} s"
                 self._end(End(EXIT_PEER_LOST, 0, words))
@@ -216,8 +224,9 @@ class Watchdog:
             return []
         signs = {int(i): _parse(text) for i, text in self._peers.under("life").items()}
         known = {i: sign for i, sign in signs.items() if sign is not None}
-        least = min((sign.step for sign in known.values()), default=step)
-        behind = [(i, s.phase, s.step) for i, s in sorted(known.items()) if s.step == least]
+        places = {i: (sign.step, _FIRST.get(sign.phase, len(_FIRST))) for i, sign in known.items()}
+        least = min(places.values(), default=(step, 0))
+        behind = [(i, s.phase, s.step) for i, s in sorted(known.items()) if places[i] == least]
         if len(behind) < len(known):
             return behind
         # All at the same step: those that are not with the devices hold the others up.
@@ -305,9 +314,10 @@ def _doing(now: Now) -> str:
     words = {
         "data": "waiting for data", "step": "in a step", "replay": "in a step",
         "host": "between two steps", "idle": "waiting for the others",
+        "eval": "evaluating", "save": "saving", "end": "at the end of the run",
     }  # fmt: skip
     return f"{words.get(now.phase, f'in phase {now.phase}')} (step {now.step})"
 
 
 def _say(words: str) -> None:
-    print(f"\n{words}", file=sys.stderr, flush=True)
+    print(words, file=sys.stderr, flush=True)

@@ -142,6 +142,19 @@ def test_a_changed_run(here: Path, straight: Path, capsys: Capture) -> None:
     assert "the tokens: " in refusal(capsys)
 
 
+def test_a_run_whose_checkpoints_are_gone(here: Path, straight: Path, capsys: Capture) -> None:
+    shutil.copytree(straight / "run", "run")
+    Path("run/checkpoints").rename("elsewhere")
+    metrics = Path("run/metrics.jsonl").read_bytes()
+    said = refusal(capsys)
+    assert "the checkpoints of this run are gone" in said
+    assert "none, and timeline.jsonl tells of step 40" in said
+    assert len(said.splitlines()) <= 5
+    assert Path("run/metrics.jsonl").read_bytes() == metrics
+    Path("elsewhere").rename("run/checkpoints")
+    assert cli.main(["train", "tiny.toml"]) == 0  # nothing is left to do
+
+
 def test_a_run_that_another_process_holds(here: Path, capsys: Capture) -> None:
     with RunDirectory("run"):
         assert "another process is running in this directory" in refusal(capsys)

@@ -8,6 +8,7 @@ import pytest
 from jobs import LAST, UPDATES, Job, events, rows, run
 
 from shardtrain import cli
+from shardtrain.train.phases import read_timeline
 
 
 def test_stop_at_leaves_the_schedule_alone(
@@ -27,6 +28,8 @@ def test_stop_at_leaves_the_schedule_alone(
 
 
 def test_after_the_last_update_there_is_nothing_to_do(straight: Path, tmp_path: Path) -> None:
+    told = read_timeline(straight / "run" / "timeline.jsonl")
+    assert {line["step"] for line in told[-2:]} == {LAST}, "also while the last save is waited for"
     folder = shutil.copytree(straight, tmp_path / "copy")
     before = (folder / "run" / "metrics.jsonl").read_bytes()
     said = run(folder)

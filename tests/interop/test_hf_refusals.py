@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardtrain import cli
 from tests.interop.imported import MODELS, run_import
 
 Change = Callable[[Path], None]
@@ -240,12 +241,51 @@ def test_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("case", ["missing", "shape"])
+def test_a_run_is_not_begun_with_them(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run.init`: by the headers alone, before the step is compiled and the folder is made."""
+    folder, run, data = tmp_path / "hf", tmp_path / "run", tmp_path / "tokens.npy"
+    shutil.copytree(MODELS / "gpt2", folder)
+
+    def change(found: dict[str, np.ndarray]) -> None:
+        found[UP] = found[UP][:-1]
+        if case == "missing":
+            del found[UP]
+
+    tensors(change)(folder)
+    np.save(data, np.arange(2000, dtype=np.uint16) % 90)
+    places = ("--run.init", str(folder), "--run.dir", str(run), "--data.path", str(data))
+    sizes = ("--data.sequence_length", "16", "--data.batch_size", "8", "--run.steps", "1")
+    assert cli.main(["train", "finetune_lora", *places, *sizes]) == 2
+    said = capsys.readouterr().err
+    assert f"{UP} {'is missing' if case == 'missing' else 'has another shape'}" in said
+    assert str(folder / WEIGHTS) in said
+    assert "compil" not in said
+    assert not run.exists()
+
+
 def test_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_import(MODELS / "bloom", tmp_path / "run") == 0
     before = (tmp_path / "run" / "resolved.toml").read_bytes()
     assert run_import(MODELS / "gpt2", tmp_path / "run") == 2
     assert "this folder is a run already" in capsys.readouterr().err
     assert (tmp_path / "run" / "resolved.toml").read_bytes() == before
+
+
+def test_an_import_whose_weights_are_gone_is_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = tmp_path / "run", tmp_path / "tokens.npy"
+    assert run_import(MODELS / "llama", run) == 0
+    shutil.rmtree(run / "checkpoints")
+    np.save(data, np.arange(2000, dtype=np.uint16) % 90)
+    sizes = ("--data.sequence_length", "16", "--data.batch_size", "8", "--run.steps", "1")
+    assert cli.main(["train", str(run), "--data.path", str(data), *sizes]) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoints of this run are gone" in said
+    assert "none, and its weights were imported" in said
 
 
 def test_a_mesh_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +299,5 @@ def test_one_folder_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardtrain import cli
-
     assert cli.main(["import", "--out", "run"]) == 2
     assert "HF_DIR is missing" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_the_clock_adds_up() -> None:
     for phase in ("compile", "step", "data", "step"):
         phases.enter(phase, 3)
         time.sleep(0.02)
-        with phases.within("eval"):
+        with phases.within("eval", 3):
             time.sleep(0.01)
     seconds = phases.seconds()
     assert sum(seconds.values()) == pytest.approx(time.monotonic() - phases.begun, abs=2e-3)

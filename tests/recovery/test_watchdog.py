@@ -135,7 +135,33 @@ def test_slow_is_not_stuck(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         time.sleep(0.5)
         process.phases.enter("step", 4)
         assert not process.left.is_set()
-    assert capsys.readouterr().err.count("process 0 has been waiting for data (step 4)") == 1
+        process.phases.enter("end", 6)
+        time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    doing = [line.partition(" for 0 s; up to 5 s are waited for") for line in lines]
+    assert [(before, after) for before, _, after in doing] == [
+        ("process 0 has been waiting for data (step 4)", ""),
+        ("process 0 has been at the end of the run (step 6)", ""),
+    ]
+
+
+def test_what_is_slow_by_its_nature_is_not_told_of_at_once() -> None:
+    limits = Limits(WatchdogConfig())
+    for _ in range(5):
+        limits.saw(0.1)
+    assert [limits.warn_of(phase) for phase in ("step", "data", "idle")] == [10, 10, 10]
+    assert [limits.warn_of(phase) for phase in ("save", "end", "eval")] == [60, 60, 60]
+    assert Limits(WatchdogConfig(save=30)).warn_of("end") == 15
+
+
+def test_one_that_still_saves_is_behind_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with processes(3, short(0.4), tmp_path) as found:
+        for process, phase in zip(found, ("idle", "save", "data"), strict=True):
+            process.phases.enter(phase, 5)
+        assert all(process.left.wait(5) for process in found)
+    assert "process 1 (save, step 5) is late" in capsys.readouterr().err
 
 
 def test_limits_are_learned_or_given() -> None:
