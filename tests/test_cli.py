@@ -149,7 +149,7 @@ def test_help_shows_the_values_of_the_file(tmp_path: Path) -> None:
     line = next(text for text in result.stdout.split("--model.norm ")[1].splitlines())
     assert "layernorm,rmsnorm" in line
     assert "(default: rmsnorm)" in result.stdout
-    assert "--sharding.sequence_parallel {True,False}" in result.stdout
+    assert "--sharding.sequence_parallel {true,false}" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,23 @@ def test_help_shows_the_values_of_the_file(tmp_path: Path) -> None:
         (("--mesh.tensr", "2"), "did you mean mesh.tensor?"),
         (("--mesh.zero", "2"), "zero belongs to [sharding]: sharding.zero"),
         (("--mehs.tensor", "2"), "--mehs.tensor: unknown section"),
-        (("--mesh.tensor", "two"), "Error parsing --mesh.tensor"),
-        (("--optimizer.learning_rate", "3e-4x"), "Error parsing --optimizer.learning_rate"),
-        (("--sharding.sequence_parallel", "yes"), "Expected one"),
+        (("--mesh.tensor", "two"), 'mesh.tensor: must be a whole number\n  value: "two"\n'),
+        (("--mesh.tensor",), "mesh.tensor: a value is missing after it"),
+        (("--optimizer.learning_rate", "3e-4x"), "optimizer.learning_rate: must be a number"),
+        (("--optimizer.learning_rate", "nan"), "optimizer.learning_rate: must be a finite number"),
+        (("--offload.optimizer", "hots"), 'to do: did you mean "host"?'),
+        (("resnet18_digits", "--data.bad_images", "skp"), 'to do: did you mean "skip"?'),
+        (("resnet18_digits", "--model.depth", "20"), "to do: the nearest is 18"),
+        (("--sharding.sequence_parallel", "yes"), "sequence_parallel: must be true or false"),
+        (("--sharding.rules", "mlp"), "sharding.rules: takes pairs of name and value"),
         (("--sharding.zero", "5"), "sharding.zero: must be at most 3"),
         (("--model.type", "resnt"), "allowed: transformer, resnet"),
         (("--task.type", "image_classification"), 'model.type="transformer" goes with another'),
-        (("--placment",), "--placement"),
+        (("--placment",), "to do: did you mean --placement?"),
+        (("--json", "--template=maybe"), "--template: must be true or false"),
+        (("--tensor", "2"), "to do: did you mean --mesh.tensor?"),
+        (("--template", "--out", "x"), "--out: there is no such option"),
+        (("quickstart", "llama_style"), "more words than the command takes\n  value: llama_style"),
         (("quickstrat",), "did you mean quickstart?"),
     ],
 )
@@ -176,6 +186,46 @@ def test_a_wrong_flag_is_refused(
     code, out, err = answer(capsys, "config", *words)
     assert (code, out) == (2, "")
     assert message in err
+    assert "\u2502" not in err  # no box of the argument parser's
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", "--objective", "tme"), 'to do: did you mean "time"?'),
+        (("launch", "-n", "x"), "--processes: must be a whole number"),
+        (("prepare", "text"), "shardtrain prepare: --out is missing"),
+        (("checkpoints",), "shardtrain checkpoints: RUN is missing"),
+        (("checkpoints", "runs/a", "lst"), "checkpoints ACTION: unknown value"),
+        (("doctor", "me"), "more words than the command takes"),
+        (("doctor", "--jsn"), "to do: did you mean --json?"),
+    ],
+)
+def test_a_commands_own_options_are_refused_alike(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = answer(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "\u2502" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--run.allow_changes", word) for word in ("true", "True", "TRUE")),
+        ("--run.allow_changes=true",),
+        ("--run.allow_changes",),
+        ("--run.allow_changes", "--run.steps", "3"),
+    ],
+)
+def test_truth_in_any_case_and_alone(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = answer(capsys, "config", "--json", *words)
+    assert (code, json.loads(out)["run"]["allow_changes"]) == (0, True)
+    code, out, _ = answer(capsys, "config", "--json", "--run.allow_changes", "False")
+    assert (code, json.loads(out)["run"]["allow_changes"]) == (0, False)
 
 
 def test_a_missing_key_can_be_given_as_a_flag(
