@@ -67,7 +67,8 @@ def test_help_does_not_import_jax(command: str | None) -> None:
         (("train", "--mesh.data", "2"), "the product is 4, but there are 8 devices"),
         (("verify", "--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
         (("config", "--placement", "--mesh.tensor", "3"), "use 1, 2 or 4"),
-        (("bench", "nowhere.toml"), "there is no such config"),
+        (("bench", "nowhere.toml"), "nowhere.toml: there is no such file"),
+        (("report", "runs/nowhere"), "runs/nowhere: there is no such run folder"),
         (("generate", "nowhere"), "nowhere: there is no such config"),
     ],
 )
@@ -226,6 +227,20 @@ def test_truth_in_any_case_and_alone(
     assert (code, json.loads(out)["run"]["allow_changes"]) == (0, True)
     code, out, _ = answer(capsys, "config", "--json", "--run.allow_changes", "False")
     assert (code, json.loads(out)["run"]["allow_changes"]) == (0, False)
+
+
+def test_a_run_that_is_not_there_names_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "resolved.toml").touch()
+    code, _, err = answer(capsys, "report", str(tmp_path / "frst"))
+    assert code == 2
+    assert f"allowed: in {tmp_path}: first\n" in err
+    assert f"to do: did you mean {tmp_path / 'first'}?" in err
+    _, _, err = answer(capsys, "train", "quickstrat.toml")
+    assert "did you mean quickstart?" in err
+    assert "llama_style" not in err
 
 
 def test_a_missing_key_can_be_given_as_a_flag(
