@@ -15,7 +15,7 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardtrain.cli_options import Given, read_options
+from shardtrain.cli_options import Given, flags_of, read_options
 from shardtrain.cli_values import value_of
 from shardtrain.config import SECTIONS, TYPES, section_classes
 from shardtrain.config_files import put, read_source
@@ -227,7 +227,7 @@ def _arity(kind: type) -> dict[str, int | None]:
     """How many words follow each flag: none for a command's own switches, any for lists."""
     arity: dict[str, int | None] = {"help": 0}
     hints = get_type_hints(kind)
-    arity |= {name: 0 for name, hint in hints.items() if hint is bool}
+    arity |= {flag: 0 for name, flag in flags_of(kind).items() if hints[name] is bool}
     arity |= {name: None for name, hint in hints.items() if get_origin(hint) is tuple}
     parts = [*SECTIONS.items()]
     parts += [(name, part) for name, types in TYPES.items() for part in types.values()]

@@ -51,23 +51,34 @@ def read_options(
     places = [
         name for name, hint in get_type_hints(kind, include_extras=True).items() if _word(hint)
     ]
-    own = [name for name in types if name not in places]
+    flags = {name: flag for name, flag in flags_of(kind).items() if name not in places}
+    own = list(flags.values())
     unknown = [flag for flag in given.values if "." not in flag and flag not in own]
     raise_all([_no_option(flag, own, sections) for flag in unknown])
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # a dataclass
-        name, where, shown = field.name, f"--{field.name}", f"--{field.name}"
-        taken: Sequence[str] | None = given.values.get(name)
+        name, flag = field.name, flags.get(field.name, "")
+        where = shown = f"--{flag}"
+        taken: Sequence[str] | None = given.values.get(flag)
         if name in places:
             where, shown = f"shardtrain {command} {name.upper()}", name.upper()
             room = len(words) if get_origin(types[name]) is tuple else 1
             taken, words = words[:room] or None, words[room:]
         if taken is not None:
-            values[name] = choice_of(types[name], value_of(types[name], taken, where), where)
+            value = choice_of(types[name], value_of(types[name], taken, where), where)
+            values[name] = value if flag in ("", name) else not value
         elif field.default is dataclasses.MISSING:
             raise ConfigError(f"{shown} is missing", where=f"shardtrain {command}")
     if words:
         raise _too_many(words, places, command)
     return kind(**values)
+
+
+def flags_of(kind: type[Any]) -> dict[str, str]:
+    """Return the flag of each option: its name, or `no_NAME` for a switch that is on by itself."""
+    return {
+        field.name: f"no_{field.name}" if field.default is True else field.name
+        for field in dataclasses.fields(kind)
+    }
 
 
 def _word(hint: Any) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 import shardtrain as st
 from shardtrain import cli
-from shardtrain.cli_flags import scan
+from shardtrain.cli_flags import parse, scan
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain")
 
@@ -227,6 +227,16 @@ def test_truth_in_any_case_and_alone(
     assert (code, json.loads(out)["run"]["allow_changes"]) == (0, True)
     code, out, _ = answer(capsys, "config", "--json", "--run.allow_changes", "False")
     assert (code, json.loads(out)["run"]["allow_changes"]) == (0, False)
+
+
+def test_a_switch_that_is_on_is_turned_off_and_takes_no_word() -> None:
+    kind = cli.COMMANDS["plan"].options
+    options, source, _ = parse(
+        kind, ["--no_search", "llama_style"], command="plan", source="config"
+    )
+    assert (options.search, source) == (False, "llama_style")
+    options, _, _ = parse(kind, ["llama_style"], command="plan", source="config")
+    assert options.search
 
 
 def test_a_run_that_is_not_there_names_those_that_are(
