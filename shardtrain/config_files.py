@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config_text import first_repeated, key_lines
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unreadable
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -104,10 +104,8 @@ def read_source(
     path = find_config("quickstart" if source is None else source)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    except UnicodeDecodeError:
-        raise ConfigError("cannot be read: it is no text in UTF-8", where=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from None
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

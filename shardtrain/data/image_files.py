@@ -131,7 +131,12 @@ def _parts(config: ImageDataConfig, say: Say) -> dict[str, Part]:
         return {"train": digits(config.channels)}
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise DataError("there is no such file or folder", where="data.path", value=str(path))
+        raise DataError(
+            "there is no such file or folder",
+            where="data.path",
+            value=str(path),
+            cure="check the path; relative paths start at the current folder",
+        )
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
 
     def named(suffix: str) -> list[Path]:

@@ -106,7 +106,8 @@ def open_data(
     if config.bad_records == "skip" and not info.train.header.masked:
         say("data.bad_records has no effect: this data has no prompts and completions")
     train = _samples(config, info.train, seed, say)
-    require_batch(train, str(config.path or info.train.path))
+    held = info.validation.header.tokens if info.validation is not None else 0
+    require_batch(train, str(config.path or info.train.path), held=held)
     if info.validation is None:
         return train, None, info
     validation = _samples(config, info.validation, seed, say)

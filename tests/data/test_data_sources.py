@@ -127,8 +127,12 @@ def test_refusals(tmp_path: Path, text: Path) -> None:
             open_data(config(tmp_path, tmp_path / path))
         assert error.value.where == where
         assert error.value.cure
-    assert error.value.value == "8 tokens, 0 sequences"
+    assert error.value.value == "8 tokens, 0 sequences; 1 more tokens held out for validation"
+    assert error.value.cure.endswith("or hold out less: data.validation_fraction")
     assert error.value.allowed == "at least 65 tokens"
+    with pytest.raises(DataError, match="too few tokens") as error:
+        open_data(config(tmp_path, tmp_path / "short.txt", validation_fraction=0.0))
+    assert error.value.value == "9 tokens, 0 sequences"
 
 
 def test_too_little_for_validation_is_said(tmp_path: Path) -> None:
