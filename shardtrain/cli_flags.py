@@ -122,6 +122,16 @@ def parse(
     return options, getattr(options, source), values
 
 
+def names_source(kind: type[Any], arguments: Sequence[str]) -> bool:
+    """Return whether a command line names its config, or help is asked for.
+
+    Args:
+        kind: The command's options, a dataclass.
+        arguments: The command line after the command.
+    """
+    return bool(scan(arguments, _arity(kind)).words) or _asks_for_help(arguments)
+
+
 def config_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
     """Return the flags of the config, so that another command line can have them.
 

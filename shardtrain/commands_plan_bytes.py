@@ -61,7 +61,7 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
     """
     _refuse(options, config)
     chips = read_chips(options.chips) if options.chips else CHIPS
-    cluster = parse_cluster(options.target, chips)
+    cluster = parse_cluster(options.cluster, chips)
     degrees = check_mesh(config, cluster)
     size, work = find_size(config), work_of(config)
     program = make_program(
@@ -81,7 +81,7 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
     fits = needed <= room(cluster)
     count = count_parameters(program, size)
     told: dict[str, Any] = {
-        "target": options.target,
+        "target": options.cluster,
         "mesh": degrees,
         "count": count,
         "bytes_per_device": {**state, "gradients": gradients},

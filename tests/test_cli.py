@@ -1,8 +1,10 @@
 """The command line: flags, refusals, exit codes; that none of it imports jax."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -311,6 +313,31 @@ def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_commands_on_a_run_want_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, command) == (2, "", f"shardtrain {command}: RUN is missing\n")
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "bench", "plan", "launch"])
+def test_what_is_taken_where_nothing_is_named_is_told_first(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cli.COMMANDS[command]
+    quiet = dataclasses.replace(found, handler=lambda *_: 0)
+    monkeypatch.setitem(cli.COMMANDS, command, quiet)
+    config = "bench_small" if command == "bench" else "quickstart"
+    assert answer(capsys, command)[2] == f"note: no config is named: this is {config}\n"
+    assert answer(capsys, command, config) == (0, "", "")
+
+
+def test_a_plan_without_a_target_says_for_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "quickstart", "--keep", "folder")  # which is refused: there is no program
+    assert "note: no --target is given: this plans for h100:1x8\n" in answer(capsys, *words)[2]
+    assert "--target" not in answer(capsys, *words, "--target", "h100:1x1")[2]
+
+
+def test_the_readme_names_the_commands_with_json() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    sentence = readme.split("With `--json`, which ")[1].split(" have,")[0]
+    having = [name for name, c in cli.COMMANDS.items() if "json" in c.options.__dataclass_fields__]
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(having)
 
 
 # -- exit codes
