@@ -285,8 +285,10 @@ def _from_cache(
     make_folder(
         folder, where="data.cache", cure="set data.cache or SHARDTRAIN_CACHE to a folder of yours"
     )
-    megabytes = sum(file.size for file in files) / 1e6
-    say(f"preparing {source}: {len(files)} files, {megabytes:.1f} MB, once, into {folder}")
+    size, count = sum(file.size for file in files), len(files)
+    much = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+    many = f"{count} file{'s' * (count != 1)}"
+    say(f"preparing {source}: {many}, {much}, once, into {folder}")
     return prepare_files(files, folder, split, reuse=True, progress=progress, say=say, cache=cache)
 
 

@@ -43,6 +43,13 @@ def test_standard_library_by_default(tmp_path: Path) -> None:
     assert 0.01 < len(validation.tokens) / len(train.tokens) < 0.12
 
 
+def test_one_small_file_is_told_in_bytes(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "a.txt").write_text("x" * 2000)
+    open_data(config(tmp_path, tmp_path / "a.txt"), say=said.append)
+    assert said[0].startswith(f"preparing {tmp_path / 'a.txt'}: 1 file, 2,000 bytes, once, into ")
+
+
 def test_text_is_prepared_once_until_it_changes(tmp_path: Path, text: Path) -> None:
     said: list[str] = []
     first = open_data(config(tmp_path, text), say=said.append)[2]
