@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from shardtrain.config import RunConfig
@@ -24,6 +23,7 @@ from shardtrain.run_program import abstract_batch
 from shardtrain.sharding.mesh import split_axes
 from shardtrain.train.flops import utilisation
 from shardtrain.train.machine import allocator
+from shardtrain.train.screen import make_console
 
 Figures = dict[str, Any]
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
@@ -149,5 +149,5 @@ def bench_command(config: RunConfig, *, steps: int, warmup: int, json: bool) -> 
     table = Table(show_header=False, box=None)
     for name, value in figures.items():
         table.add_row(name, "-" if value in (None, "") else str(value))
-    Console(highlight=False).print(table)
+    make_console(stderr=False).print(table)
     return 0

@@ -18,7 +18,7 @@ import tyro
 
 from shardtrain import __version__
 from shardtrain.cli_checkpoints import CheckpointsOptions, checkpoints_command
-from shardtrain.cli_flags import config_words, parse, parse_plain
+from shardtrain.cli_flags import config_words, names_source, parse, parse_plain
 from shardtrain.cli_interop import (
     ExportOptions,
     ImportConfigOptions,
@@ -309,6 +309,8 @@ class Command:
     handler: Callable[..., int]
     passes_on: bool = False
     """Whether the handler also gets the config's flags as they were written."""
+    tells_default: bool = False
+    """Whether it says which config it takes where none is named."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Flags of one letter, and what they stand for."""
     sections: Callable[[str], Mapping[str, Any]] | None = None
@@ -316,17 +318,19 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(Train, "config", _train),
-    "verify": Command(Verify, "config", _verify),
+    "train": Command(Train, "config", _train, tells_default=True),
+    "verify": Command(Verify, "config", _verify, tells_default=True),
     "prepare": Command(Prepare, "", _prepare),
     "generate": Command(Generate, "run", _generate),
     "eval": Command(Evaluate, "run", _evaluate, passes_on=True),
     "report": Command(Report, "run", _report),
     "config": Command(Show, "config", _show),
-    "bench": Command(Bench, "config", _bench),
-    "plan": Command(PlanFlags, "config", plan_command),
+    "bench": Command(Bench, "config", _bench, tells_default=True),
+    "plan": Command(PlanFlags, "config", plan_command, tells_default=True),
     "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
-    "launch": Command(LaunchFlags, "config", launch_command, passes_on=True, short=SHORT),
+    "launch": Command(
+        LaunchFlags, "config", launch_command, passes_on=True, tells_default=True, short=SHORT
+    ),
     "schedule": Command(ScheduleOptions, "", schedule_command),
     "import": Command(ImportOptions, "hf_dir", import_command, sections=import_sections),
     "export": Command(ExportOptions, "run", export_command),
@@ -399,9 +403,12 @@ def _dispatch(words: list[str]) -> int:
     if not command.source:
         return command.handler(parse_plain(command.options, rest, command=name))
     rest = [command.short.get(word, word) for word in rest]
+    named = names_source(command.options, rest)
     options, source, flags = parse(
         command.options, rest, command=name, source=command.source, sections=command.sections
     )
+    if command.tells_default and not named:
+        print(f"note: no config is named: this is {source}", file=sys.stderr)
     config = load_config(command.sections(source) if command.sections else source, flags)
     if command.passes_on:
         return command.handler(options, config, config_words(command.options, rest))

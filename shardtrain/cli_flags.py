@@ -1,37 +1,29 @@
 """Flags: one for each key of the config, made from the same sections, and each command's own.
 
-Owns: reading a command line into options, a config source and overrides. Does not own: what the
-commands are and do (`shardtrain.cli`), and whether a config is right (`shardtrain.config`).
+Owns: reading a command line into options, a config source and overrides; the help. Does not own:
+text to value (`cli_values`), the commands' own options (`cli_options`), what the commands are and
+do (`shardtrain.cli`), and whether a config is right (`shardtrain.config`).
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
 import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shardtrain.cli_options import Given, flags_of, read_options
+from shardtrain.cli_values import value_of
 from shardtrain.config import SECTIONS, TYPES, section_classes
 from shardtrain.config_files import put, read_source
 from shardtrain.config_init import inherit
-from shardtrain.config_keys import MISSING, section_faults, unknown_key
+from shardtrain.config_keys import section_faults, unknown_key
 from shardtrain.errors import ConfigError, raise_all
 
 Options = TypeVar("Options")
-
-
-@dataclass(frozen=True)
-class Given:
-    """What stands on a command line, before any value is looked at."""
-
-    words: tuple[str, ...]
-    """Words that belong to no flag."""
-    values: Mapping[str, tuple[str, ...]]
-    """Flag (with underscores, without dashes) to the words that follow it."""
 
 
 def scan(arguments: Sequence[str], arity: Mapping[str, int | None]) -> Given:
@@ -88,21 +80,22 @@ def parse(
         The options, the config source, and the values of config flags by dotted key.
 
     Raises:
-        ConfigError: A flag is unknown or given twice, or the config cannot be read.
-        SystemExit: Help was asked for, or a value is of the wrong kind; tyro has said it.
+        ConfigError: A flag is unknown, given twice or of the wrong kind, or the config cannot be
+            read.
+        SystemExit: Help was asked for.
     """
+    asks = _asks_for_help(arguments)
     given = scan(arguments, _arity(kind))
     dotted = {flag: words for flag, words in given.values.items() if "." in flag}
     name = given.words[0] if given.words else _defaults(kind)[source]
     if not isinstance(name, str):
-        if "help" not in given.values and "-h" not in arguments:
+        if not asks:
             raise ConfigError(f"{source.upper()} is missing", where=f"shardtrain {command}")
         name = None
     raw, places, _ = read_source(sections(name) if sections and name else name)
     for flag, words in dotted.items():
         if flag in ("model.type", "task.type", "data.type", "run.init") and words:
             put(raw, flag, words[0])
-            places.pop(flag, None)
     raw = inherit(raw)
     if "model" not in raw and not any(flag.startswith("model.") for flag in dotted):
         raise ConfigError(
@@ -111,22 +104,32 @@ def parse(
             cure="write [model], or begin with weights that have one: --run.init RUN",
         )
     classes = section_classes(raw)
-    raise_all([fault for flag in dotted if (fault := _unknown(flag, classes)) is not None])
-    asks = "help" in given.values or "-h" in arguments
-    faults = section_faults(raw, classes, places, complete=not asks)
-    raise_all([fault for fault in faults if not (fault.where in dotted and _is_missing(fault))])
-    parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")])]
-    parts += [(key, _flags(part, raw.get(key, {}))) for key, part in classes.items()]
-    found = _run(dataclasses.make_dataclass("Arguments", parts), arguments, command, kind.__doc__)
-    values = {
-        flag: getattr(getattr(found, flag.split(".")[0]), flag.split(".")[1]) for flag in dotted
-    }
-    return found.options, getattr(found.options, source), values
+    if asks:
+        raise_all(section_faults(raw, classes, places, complete=False))
+        _help(kind, command, {key: _flags(part, raw.get(key, {})) for key, part in classes.items()})
+    faults = [fault for flag in dotted if (fault := _unknown(flag, classes)) is not None]
+    values: dict[str, Any] = {}
+    for flag, words in dotted.items():
+        section, key = flag.split(".", 1)
+        field = classes[section].model_fields.get(key) if section in classes else None
+        try:
+            if field is not None:
+                values[flag] = value_of(field.annotation, words, flag)
+        except ConfigError as fault:
+            faults.append(fault)
+    raise_all(faults)
+    options = read_options(kind, given, command=command, sections=classes)
+    return options, getattr(options, source), values
 
 
-def _is_missing(fault: ConfigError) -> bool:
-    """Whether it says that a key is not in the file, which a flag may give."""
-    return fault.message == MISSING
+def names_source(kind: type[Any], arguments: Sequence[str]) -> bool:
+    """Return whether a command line names its config, or help is asked for.
+
+    Args:
+        kind: The command's options, a dataclass.
+        arguments: The command line after the command.
+    """
+    return bool(scan(arguments, _arity(kind)).words) or _asks_for_help(arguments)
 
 
 def config_words(kind: type[Any], arguments: Sequence[str]) -> list[str]:
@@ -160,37 +163,44 @@ def parse_plain(kind: type[Options], arguments: Sequence[str], *, command: str) 
         The options.
 
     Raises:
-        ConfigError: A flag is given twice.
-        SystemExit: Help was asked for, or a value is of the wrong kind; tyro has said it.
+        ConfigError: A flag is unknown, given twice or of the wrong kind.
+        SystemExit: Help was asked for.
     """
-    scan(arguments, _arity(kind))
-    return cast(Options, _run(kind, arguments, command, kind.__doc__))
+    if _asks_for_help(arguments):
+        _help(kind, command, {})
+    return read_options(kind, scan(arguments, _arity(kind)), command=command, sections={})
 
 
-def _run(parser: type, arguments: Sequence[str], command: str, description: str | None) -> Any:
-    return tyro.cli(
-        parser,
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return "--help" in arguments or "-h" in arguments
+
+
+def _help(kind: type[Any], command: str, sections: Mapping[str, Any]) -> NoReturn:
+    """Print the help of a command, which tyro lays out, and exit."""
+    parts: list[Any] = [("options", Annotated[kind, tyro.conf.arg(name="")]), *sections.items()]
+    tyro.cli(
+        dataclasses.make_dataclass("Arguments", parts),
         prog=f"shardtrain {command}",
-        description=description,
-        args=list(arguments),
+        description=kind.__doc__,
+        args=["--help"],
         use_underscores=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    raise AssertionError("tyro exits after the help")
 
 
 def _flags(part: type[BaseModel], values: Mapping[str, Any]) -> Any:
-    """A section as tyro takes it: its keys and help, but no check, which `load_config` makes.
-
-    Defaults are the values of the file. Booleans take a value.
-    """
+    """A section for tyro's help: its keys, and as defaults the values of the file."""
     fields: list[Any] = []
     for key, field in part.model_fields.items():
         argument = tyro.conf.arg(help=" ".join((field.description or "").split()))
         default = values.get(key, _default(field))
+        if field.annotation is bool and isinstance(default, bool):
+            default = str(default).lower()
         fields.append((key, Annotated[_plain(field), argument], _field(default)))
     flags = dataclasses.make_dataclass(part.__name__, fields)
     flags.__doc__ = part.__doc__
-    return Annotated[flags, tyro.conf.FlagConversionOff]
+    return flags
 
 
 def _field(default: Any) -> Any:
@@ -206,7 +216,9 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _plain(field: FieldInfo) -> Any:
-    """The type of a flag; a row of a table is one word on the command line."""
+    """The type of a flag as the help shows it; a row of a table is one word there."""
+    if field.annotation is bool:
+        return Literal["true", "false"]
     return dict[str, str] if get_origin(field.annotation) is dict else field.annotation
 
 
@@ -225,7 +237,7 @@ def _arity(kind: type) -> dict[str, int | None]:
     """How many words follow each flag: none for a command's own switches, any for lists."""
     arity: dict[str, int | None] = {"help": 0}
     hints = get_type_hints(kind)
-    arity |= {name: 0 for name, hint in hints.items() if hint is bool}
+    arity |= {flag: 0 for name, flag in flags_of(kind).items() if hints[name] is bool}
     arity |= {name: None for name, hint in hints.items() if get_origin(hint) is tuple}
     parts = [*SECTIONS.items()]
     parts += [(name, part) for name, types in TYPES.items() for part in types.values()]

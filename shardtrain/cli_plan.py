@@ -5,6 +5,7 @@ options (`shardtrain.plan.options`), the plan, or how it is told (`commands_plan
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -35,6 +36,8 @@ def plan_command(options: PlanFlags, config: RunConfig) -> int:
     Raises:
         UserError: The target, the layout or another option is wrong, or the compiler fails.
     """
+    if not options.target:
+        print(f"note: no --target is given: this plans for {options.cluster}", file=sys.stderr)
     # Nothing runs here, and an installed plug-in would look for its devices.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if not isinstance(config, LanguageRunConfig):

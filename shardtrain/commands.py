@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from shardtrain.run_program import count_parameters, make_program, make_report
 from shardtrain.run_work import find_size, work_of
 from shardtrain.sharding.mesh import MESH_AXES, abstract_mesh, split_axes
 from shardtrain.sharding.report import Report, Row
-from shardtrain.train.screen import human_bytes
+from shardtrain.train.screen import human_bytes, make_console
 from shardtrain.verify.compare import BOUNDS, Comparison, Subject, compare
 
 # -- verify
@@ -79,7 +78,7 @@ def verify_command(config: RunConfig, *, steps: int, shrink: bool, json: bool) -
         table.add_row(path, f"{difference:.1e}", f"{result.parameters[path]:.1e}")
     for path, difference in result.kept.items():
         table.add_row(path, "", f"{difference:.1e}")
-    console = Console(highlight=False)
+    console = make_console(stderr=False)
     console.print(table)
     verdict = "equal" if result.equal else "NOT equal"
     console.print(
@@ -135,7 +134,7 @@ def placement_command(config: RunConfig, *, json: bool) -> int:
             )
         )
         return 0
-    console = Console(highlight=False)
+    console = make_console(stderr=False)
     degrees = " x ".join(split_axes(mesh))
     table = Table("", box=None, pad_edge=False)
     for name in ("parameter", "gradient", "optimizer"):

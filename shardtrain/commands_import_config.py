@@ -12,7 +12,7 @@ from typing import Any
 from shardtrain.config import SECTIONS
 from shardtrain.config_keys import section_faults
 from shardtrain.config_text import value_text
-from shardtrain.errors import ConfigError, raise_all
+from shardtrain.errors import ConfigError, raise_all, unreadable, unwritable
 from shardtrain.interop.deepspeed import Mapped, map_config
 
 
@@ -52,7 +52,7 @@ def import_config(path: str, *, out: str, devices: int) -> int:
                 cure="name another file, or move it away",
             ) from None
         except OSError as error:
-            raise ConfigError("cannot be written", where=out, value=str(error)) from None
+            raise unwritable("--out", out, error) from None
         print(f"{len(mapped.left)} keys have no counterpart; {out} lists them", file=sys.stderr)
     return 0
 
@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+        raise unreadable(path, error) from None
     if not isinstance(values, dict):
         raise ConfigError("is no JSON object", where=str(path))
     return values

@@ -319,7 +319,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     chips = read_chips(options.chips) if options.chips else CHIPS
     plan = make_plan(
         config,
-        options.target,
+        options.cluster,
         chips=chips,
         search=options.search,
         objective=options.objective,
@@ -327,7 +327,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         price=options.price or None,
     )
     if options.audit:
-        _require_promises(options.target, plan, config)
+        _require_promises(options.cluster, plan, config)
     if options.objective == "cost" and plan.price is None:
         raise ConfigError("is not known", where="price", cure="give one with --price")
     if options.compile or options.audit:

@@ -8,7 +8,6 @@ what a step takes besides only a compiler knows, so it is told with --compile.
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from shardtrain.config import RunConfig, resolve_mesh
@@ -22,7 +21,7 @@ from shardtrain.run_program import count_parameters, lower_step, make_program, m
 from shardtrain.run_work import find_size, work_of
 from shardtrain.sharding.chips import CHIPS
 from shardtrain.sharding.mesh import abstract_mesh
-from shardtrain.train.screen import human_bytes
+from shardtrain.train.screen import human_bytes, make_console
 
 Bytes = dict[str, int]
 
@@ -61,7 +60,7 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
     """
     _refuse(options, config)
     chips = read_chips(options.chips) if options.chips else CHIPS
-    cluster = parse_cluster(options.target, chips)
+    cluster = parse_cluster(options.cluster, chips)
     degrees = check_mesh(config, cluster)
     size, work = find_size(config), work_of(config)
     program = make_program(
@@ -81,7 +80,7 @@ def plan_bytes(options: PlanOptions, config: RunConfig) -> int:
     fits = needed <= room(cluster)
     count = count_parameters(program, size)
     told: dict[str, Any] = {
-        "target": options.target,
+        "target": options.cluster,
         "mesh": degrees,
         "count": count,
         "bytes_per_device": {**state, "gradients": gradients},
@@ -137,7 +136,7 @@ def _step(compiled: Compiled) -> Bytes:
 
 
 def _show(config: RunConfig, cluster: Cluster, told: dict[str, Any]) -> None:
-    console = Console(highlight=False, emoji=False)
+    console = make_console(stderr=False)
     degrees = " x ".join(f"{axis} {n}" for axis, n in told["mesh"].items() if n > 1)
     console.print(
         f"{config.model.type}, {told['count']:,} parameters, on {cluster.num_devices} x "

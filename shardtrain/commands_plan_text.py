@@ -19,7 +19,7 @@ WIDTH = 110
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan for the eye."""
     console.print(
-        f"{plan.workload.num_parameters / 1e9:.3g} billion parameters on {plan.cluster}\n",
+        f"{plan.size} on {plan.cluster}\n",
         markup=False,
     )
     show_candidate(plan, plan.own, console)
@@ -58,14 +58,15 @@ def memory_help(plan: Plan) -> str:
 def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
     """Prints the figures of a layout."""
     console.print(str(one.layout), markup=False)
-    table = Table("bytes on a device", "GiB", box=None)
+    unit, scale = _unit(one.memory.total)
+    table = Table("bytes on a device", unit, box=None)
     for name, size in one.memory.by_class().items():
         if size:
-            table.add_row(name, f"{size / 2**30:.2f}")
+            table.add_row(name, f"{size / scale:.2f}")
     if one.memory.host:
-        table.add_row("on its host", f"{one.memory.host / 2**30:.2f}")
+        table.add_row("on its host", f"{one.memory.host / scale:.2f}")
     if one.memory.disk:
-        table.add_row("on a disk", f"{one.memory.disk / 2**30:.2f}")
+        table.add_row("on a disk", f"{one.memory.disk / scale:.2f}")
     console.print(table)
     needed = plan.needed if one is plan.own else one.memory.total
     console.print(
@@ -90,14 +91,20 @@ def show_candidate(plan: Plan, one: Candidate, console: Console) -> None:
     console.print()
 
 
+def _unit(largest: float) -> tuple[str, int]:
+    """The unit of a table of bytes, by its largest row."""
+    return ("GiB", 2**30) if largest >= 2**30 / 10 else ("MiB", 2**20)
+
+
 def _show_found(plan: Plan, found: Found, console: Console) -> None:
-    table = Table("best layouts", "s a step", "GiB", "largest part", box=None)
+    unit, scale = _unit(max((c.memory.total for c in found.best), default=2**30))
+    table = Table("best layouts", "s a step", unit, "largest part", box=None)
     for c in found.best:
         mark = " (this config)" if c.layout == plan.own.layout else ""
         table.add_row(
             f"{c.layout}{mark}",
             f"{c.cost.low.total:.3g}-{c.cost.high.total:.3g}",
-            f"{c.memory.total / 2**30:.1f}",
+            f"{c.memory.total / scale:.1f}",
             c.cost.bottleneck,
         )
     if found.best:
@@ -110,10 +117,11 @@ def _show_found(plan: Plan, found: Found, console: Console) -> None:
 
 
 def _show_program(plan: Plan, program: Program, console: Console) -> None:
-    table = Table("compiled", "GiB", box=None)
+    unit, scale = _unit(program.bytes_per_device["total"])
+    table = Table("compiled", unit, box=None)
     for name, size in program.bytes_per_device.items():
         if size:
-            table.add_row(name, f"{size / 2**30:.3f}")
+            table.add_row(name, f"{size / scale:.3f}")
     console.print(table)
     ratio = plan.own.memory.total / program.bytes_per_device["total"]
     found = program.audit
@@ -159,7 +167,8 @@ def show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None
     if not points:
         return
     priced = plan.price is not None
-    columns = [points[0].key, "s a step", "tokens/s", "GiB", "price of 1e9 tokens", "layout"]
+    unit, scale = _unit(max((p.best.memory.total for p in points if p.best), default=2**30))
+    columns = [points[0].key, "s a step", "tokens/s", unit, "price of 1e9 tokens", "layout"]
     table = Table(*(c for c in columns if priced or not c.startswith("price")), box=None)
     for point in points:
         best = point.best
@@ -170,7 +179,7 @@ def show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None
             str(point.value),
             f"{best.cost.low.total:.3g}-{best.cost.high.total:.3g}",
             f"{point.tokens / best.cost.middle:,.0f}",
-            f"{best.memory.total / 2**30:.1f}",
+            f"{best.memory.total / scale:.1f}",
             *([f"{point.price_of_tokens(plan.price):,.0f}"] if plan.price is not None else []),
             str(best.layout),
         ]

@@ -6,11 +6,11 @@ Owns: which two runs are compared, and what is printed. Does not own: the compar
 import json as json_
 
 import jax
-from rich.console import Console
 
 from shardtrain.config import LanguageRunConfig, RunConfig, load_config
 from shardtrain.errors import EXIT_FAILED, ConfigError
 from shardtrain.run import build
+from shardtrain.train.screen import make_console
 from shardtrain.verify.precision_gap import Gap, loss_gap
 
 _ROWS = 10
@@ -75,7 +75,7 @@ def precision_command(config: RunConfig, *, steps: int, shrink: bool, json: bool
             )
         )
         return 0 if gap.within else EXIT_FAILED
-    console = Console(highlight=False)
+    console = make_console(stderr=False)
     console.print("  step  float32      here       gap (of smoothed losses)", markup=False)
     for row in range(1, _ROWS + 1):
         at = max(row * len(gap.found) // _ROWS, 1) - 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config_text import first_repeated, key_lines
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unreadable
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -53,10 +53,33 @@ def find_config(name: str | Path) -> Path:
         return path
     if path.parent.name in ("", "configs") and path.stem in shipped:
         return shipped[path.stem]
+    raise _not_there(path, shipped)
+
+
+def _not_there(path: Path, shipped: Mapping[str, Path]) -> ConfigError:
+    """What is said of a name that nothing goes by: it was meant as a file, a run or a config."""
     near = difflib.get_close_matches(path.stem, shipped, n=1)
-    raise ConfigError(
+    if path.suffix == ".toml":
+        other = "name a file that is there, or a shipped config such as quickstart"
+        return ConfigError(
+            "there is no such file",
+            where=str(path),
+            cure=f"did you mean {near[0]}?" if near else other,
+        )
+    if path.parent.name:
+        runs = [folder.parent.name for folder in path.parent.glob("*/resolved.toml")]
+        near = difflib.get_close_matches(path.name, runs, n=1)
+        return ConfigError(
+            "there is no such run folder",
+            where=str(path),
+            allowed=f"in {path.parent}: {', '.join(sorted(runs)[:20])}" if runs else "",
+            cure=f"did you mean {path.parent / near[0]}?"
+            if near
+            else "name a run folder, the one that has resolved.toml",
+        )
+    return ConfigError(
         "there is no such config",
-        where=str(name),
+        where=str(path),
         allowed=f"a TOML file, a run folder, or a shipped config: {', '.join(shipped)}",
         cure=f"did you mean {near[0]}?" if near else "",
     )
@@ -82,7 +105,7 @@ def read_source(
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+        raise unreadable(path, error) from None
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -62,8 +62,9 @@ def find_origin(name: str) -> Origin:
             return Origin(run, int(path.name), is_run=True)
     elif (path / CONFIG_FILE).is_file():
         return Origin(path, None, is_run=False)
+    is_there = path.exists() or (path.parent.parent / RESOLVED).is_file()
     raise ConfigError(
-        "there are no weights here",
+        "there are no weights here" if is_there else "there is no such folder",
         where=_KEY,
         value=name,
         allowed="a run folder, a checkpoint of one such as runs/base/checkpoints/500, or a folder "

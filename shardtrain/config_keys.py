@@ -153,9 +153,7 @@ def _translated(
     allowed = cure = ""
     if kind == "literal_error":
         message, allowed = "unknown value", context["expected"].replace("'", "")
-        known = re.findall(r"'(\w+)'", context["expected"])
-        near = difflib.get_close_matches(str(value).lower(), known, n=1)
-        cure = f'did you mean "{near[0]}"?' if near else ""
+        cure = _nearest_choice(value, context["expected"])
     elif kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         message = f"must be {words} {context[name]}"
@@ -167,6 +165,16 @@ def _translated(
     else:
         message = str(context["error"]) if "error" in context else detail["msg"]
     return ConfigError(message, where=where, value=shown, allowed=allowed, cure=cure)
+
+
+def _nearest_choice(value: object, expected: str) -> str:
+    """The cure for a word or a number that is none of those expected, as pydantic lists them."""
+    known = re.findall(r"'(\w+)'", expected)
+    if not known and isinstance(value, int):
+        numbers = [int(number) for number in re.findall(r"-?\d+", expected)]
+        return f"the nearest is {min(numbers, key=lambda number: abs(number - value))}"
+    near = difflib.get_close_matches(str(value).lower(), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else ""
 
 
 def _unquoted(key: str, kind: str, value: object) -> str:

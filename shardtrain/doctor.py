@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from shardtrain import __version__
@@ -24,7 +23,7 @@ from shardtrain.plan.targets import missing_parts
 from shardtrain.plan.targets_tpu import missing_tpu_parts
 from shardtrain.sharding.devices import accelerators, prepare_devices
 from shardtrain.train.machine import allocator, warnings
-from shardtrain.train.screen import human_bytes
+from shardtrain.train.screen import human_bytes, make_console
 
 Section = dict[str, Any]
 
@@ -219,7 +218,7 @@ def doctor_command(*, json: bool) -> int:
     if json:
         print(json_.dumps({**found, "advice": texts}))
         return 0
-    console = Console(highlight=False)
+    console = make_console(stderr=False)
     for title, section in found.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None)
         for name, value in section.items():

@@ -107,6 +107,41 @@ def raise_all(faults: Sequence[UserError]) -> None:
         raise first
 
 
+def unreadable(path: object, error: OSError | ValueError) -> ConfigError:
+    """Return what is said of a file that the user named and that cannot be read.
+
+    Args:
+        path: The file.
+        error: What reading it has raised.
+    """
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(
+            "there is no such file",
+            where=str(path),
+            cure="check the path; relative paths start at the current folder",
+        )
+    if isinstance(error, OSError):
+        return ConfigError(f"cannot be read: {error.strerror or error}", where=str(path))
+    text = isinstance(error, UnicodeDecodeError)
+    return ConfigError(f"cannot be read: {'no text in UTF-8' if text else error}", where=str(path))
+
+
+def unwritable(where: str, path: object, error: OSError) -> ConfigError:
+    """Return what is said of a file that the user asked for and that cannot be written.
+
+    Args:
+        where: The flag or key that named it.
+        path: The file.
+        error: What writing it has raised.
+    """
+    return ConfigError(
+        f"cannot be written: {error.strerror or error}",
+        where=where,
+        value=str(path),
+        cure="give a file in a folder that is there and that you may write in",
+    )
+
+
 def _rebuild(
     kind: type[UserError],
     message: str,

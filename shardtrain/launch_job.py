@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardtrain.config import RunConfig, resolve_mesh
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unwritable
 from shardtrain.sharding.devices import expected_devices
 
 
@@ -211,10 +211,5 @@ def write_text(path: str, text: str) -> Path:
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}",
-            where="--out",
-            value=path,
-            cure="give a file in a folder that is there",
-        ) from None
+        raise unwritable("--out", path, error) from None
     return target

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from shardtrain.checkpoint.folder import complete_steps
 from shardtrain.config import RunConfig
 from shardtrain.errors import EXIT_POLICY, ConfigError
@@ -23,6 +21,7 @@ from shardtrain.train.goodput import Goodput, Spent, attempts, goodput
 from shardtrain.train.metrics import plain, read_rows
 from shardtrain.train.phases import read_timeline
 from shardtrain.train.rundir import checkpoints_in, holder
+from shardtrain.train.screen import make_console
 
 HAPPENED = ("skip", "overflow", "spike", "rollback", "damaged", "drift", "target")
 """Events that are counted."""
@@ -128,7 +127,7 @@ def report_command(config: RunConfig, *, json: bool) -> int:
     if json:
         print(json_.dumps(plain(asdict(found)), indent=2))
     else:
-        show(found, Console(highlight=False, emoji=False))
+        show(found, make_console(stderr=False))
     return 0
 
 

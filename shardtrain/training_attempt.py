@@ -177,7 +177,7 @@ class Attempt:
         lines = ineffective_settings(config, degrees=dict(mesh.shape))
         if config.run.deterministic and mesh_platform(mesh) == "cpu":
             lines.append("run.deterministic=True has no effect: CPU kernels always are")
-        return [*lines, *warnings()]
+        return [*lines, *warnings(brief=True)]
 
     def _make_room(self, resume: int | None) -> None:
         """Takes away what a killed save has left; refuses a disk that is too small."""

@@ -1,8 +1,10 @@
 """The command line: flags, refusals, exit codes; that none of it imports jax."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,7 +15,7 @@ import pytest
 
 import shardtrain as st
 from shardtrain import cli
-from shardtrain.cli_flags import scan
+from shardtrain.cli_flags import parse, scan
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain")
 
@@ -67,7 +69,8 @@ def test_help_does_not_import_jax(command: str | None) -> None:
         (("train", "--mesh.data", "2"), "the product is 4, but there are 8 devices"),
         (("verify", "--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
         (("config", "--placement", "--mesh.tensor", "3"), "use 1, 2 or 4"),
-        (("bench", "nowhere.toml"), "there is no such config"),
+        (("bench", "nowhere.toml"), "nowhere.toml: there is no such file"),
+        (("report", "runs/nowhere"), "runs/nowhere: there is no such run folder"),
         (("generate", "nowhere"), "nowhere: there is no such config"),
     ],
 )
@@ -149,7 +152,7 @@ def test_help_shows_the_values_of_the_file(tmp_path: Path) -> None:
     line = next(text for text in result.stdout.split("--model.norm ")[1].splitlines())
     assert "layernorm,rmsnorm" in line
     assert "(default: rmsnorm)" in result.stdout
-    assert "--sharding.sequence_parallel {True,False}" in result.stdout
+    assert "--sharding.sequence_parallel {true,false}" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -160,13 +163,23 @@ def test_help_shows_the_values_of_the_file(tmp_path: Path) -> None:
         (("--mesh.tensr", "2"), "did you mean mesh.tensor?"),
         (("--mesh.zero", "2"), "zero belongs to [sharding]: sharding.zero"),
         (("--mehs.tensor", "2"), "--mehs.tensor: unknown section"),
-        (("--mesh.tensor", "two"), "Error parsing --mesh.tensor"),
-        (("--optimizer.learning_rate", "3e-4x"), "Error parsing --optimizer.learning_rate"),
-        (("--sharding.sequence_parallel", "yes"), "Expected one"),
+        (("--mesh.tensor", "two"), 'mesh.tensor: must be a whole number\n  value: "two"\n'),
+        (("--mesh.tensor",), "mesh.tensor: a value is missing after it"),
+        (("--optimizer.learning_rate", "3e-4x"), "optimizer.learning_rate: must be a number"),
+        (("--optimizer.learning_rate", "nan"), "optimizer.learning_rate: must be a finite number"),
+        (("--offload.optimizer", "hots"), 'to do: did you mean "host"?'),
+        (("resnet18_digits", "--data.bad_images", "skp"), 'to do: did you mean "skip"?'),
+        (("resnet18_digits", "--model.depth", "20"), "to do: the nearest is 18"),
+        (("--sharding.sequence_parallel", "yes"), "sequence_parallel: must be true or false"),
+        (("--sharding.rules", "mlp"), "sharding.rules: takes pairs of name and value"),
         (("--sharding.zero", "5"), "sharding.zero: must be at most 3"),
         (("--model.type", "resnt"), "allowed: transformer, resnet"),
         (("--task.type", "image_classification"), 'model.type="transformer" goes with another'),
-        (("--placment",), "--placement"),
+        (("--placment",), "to do: did you mean --placement?"),
+        (("--json", "--template=maybe"), "--template: must be true or false"),
+        (("--tensor", "2"), "to do: did you mean --mesh.tensor?"),
+        (("--template", "--out", "x"), "--out: there is no such option"),
+        (("quickstart", "llama_style"), "more words than the command takes\n  value: llama_style"),
         (("quickstrat",), "did you mean quickstart?"),
     ],
 )
@@ -176,6 +189,70 @@ def test_a_wrong_flag_is_refused(
     code, out, err = answer(capsys, "config", *words)
     assert (code, out) == (2, "")
     assert message in err
+    assert "\u2502" not in err  # no box of the argument parser's
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", "--objective", "tme"), 'to do: did you mean "time"?'),
+        (("launch", "-n", "x"), "--processes: must be a whole number"),
+        (("prepare", "text"), "shardtrain prepare: --out is missing"),
+        (("checkpoints",), "shardtrain checkpoints: RUN is missing"),
+        (("checkpoints", "runs/a", "lst"), "checkpoints ACTION: unknown value"),
+        (("doctor", "me"), "more words than the command takes"),
+        (("doctor", "--jsn"), "to do: did you mean --json?"),
+    ],
+)
+def test_a_commands_own_options_are_refused_alike(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = answer(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "\u2502" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--run.allow_changes", word) for word in ("true", "True", "TRUE")),
+        ("--run.allow_changes=true",),
+        ("--run.allow_changes",),
+        ("--run.allow_changes", "--run.steps", "3"),
+    ],
+)
+def test_truth_in_any_case_and_alone(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = answer(capsys, "config", "--json", *words)
+    assert (code, json.loads(out)["run"]["allow_changes"]) == (0, True)
+    code, out, _ = answer(capsys, "config", "--json", "--run.allow_changes", "False")
+    assert (code, json.loads(out)["run"]["allow_changes"]) == (0, False)
+
+
+def test_a_switch_that_is_on_is_turned_off_and_takes_no_word() -> None:
+    kind = cli.COMMANDS["plan"].options
+    options, source, _ = parse(
+        kind, ["--no_search", "llama_style"], command="plan", source="config"
+    )
+    assert (options.search, source) == (False, "llama_style")
+    options, _, _ = parse(kind, ["llama_style"], command="plan", source="config")
+    assert options.search
+
+
+def test_a_run_that_is_not_there_names_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "resolved.toml").touch()
+    code, _, err = answer(capsys, "report", str(tmp_path / "frst"))
+    assert code == 2
+    assert f"allowed: in {tmp_path}: first\n" in err
+    assert f"to do: did you mean {tmp_path / 'first'}?" in err
+    _, _, err = answer(capsys, "train", "quickstrat.toml")
+    assert "did you mean quickstart?" in err
+    assert "llama_style" not in err
 
 
 def test_a_missing_key_can_be_given_as_a_flag(
@@ -236,6 +313,31 @@ def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_commands_on_a_run_want_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, command) == (2, "", f"shardtrain {command}: RUN is missing\n")
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "bench", "plan", "launch"])
+def test_what_is_taken_where_nothing_is_named_is_told_first(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cli.COMMANDS[command]
+    quiet = dataclasses.replace(found, handler=lambda *_: 0)
+    monkeypatch.setitem(cli.COMMANDS, command, quiet)
+    config = "bench_small" if command == "bench" else "quickstart"
+    assert answer(capsys, command)[2] == f"note: no config is named: this is {config}\n"
+    assert answer(capsys, command, config) == (0, "", "")
+
+
+def test_a_plan_without_a_target_says_for_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "quickstart", "--keep", "folder")  # which is refused: there is no program
+    assert "note: no --target is given: this plans for h100:1x8\n" in answer(capsys, *words)[2]
+    assert "--target" not in answer(capsys, *words, "--target", "h100:1x1")[2]
+
+
+def test_the_readme_names_the_commands_with_json() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    sentence = readme.split("With `--json`, which ")[1].split(" have,")[0]
+    having = [name for name, c in cli.COMMANDS.items() if "json" in c.options.__dataclass_fields__]
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(having)
 
 
 # -- exit codes

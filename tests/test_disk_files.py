@@ -108,7 +108,7 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_refused_at_the_start(
+def test_a_disk_that_is_too_small_or_no_folder_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -123,6 +123,11 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(
     rows = Rows("state", DiskFiles(tmp_path), mesh, {"a": leaf})
     with pytest.raises(ConfigError, match="No space left on device; 1 devices with 16,384 bytes"):
         Disk(rows).begin()
+    (tmp_path / "file").touch()
+    rows = Rows("state", DiskFiles(tmp_path / "file" / "x"), mesh, {"a": leaf})
+    with pytest.raises(ConfigError, match="cannot be made or written") as caught:
+        Disk(rows).begin()
+    assert "larger" not in caught.value.cure
 
 
 def test_devices_that_cannot_are_refused() -> None:

@@ -92,6 +92,9 @@ def test_how_to_have_another_allocator(
     (text,) = machine.warnings()
     assert f"LD_PRELOAD={library or 'libjemalloc.so.2'} MALLOC_CONF=" in text
     assert ("apt install" in text) == (library is None)
+    (brief,) = machine.warnings(brief=True)
+    assert len(f"note: {brief}") < 100
+    assert "shardtrain doctor" in brief
 
 
 # -- the command

@@ -210,7 +210,7 @@ def test_weights_of_another_model_are_refused(folder: Path, base: Path) -> None:
     sections = tune(folder, "x", base) | {"model": {"num_layers": 3}}
     with pytest.raises(ConfigError, match=r"model\.num_layers=3|of another model"):
         load_config(sections)
-    with pytest.raises(ConfigError, match="there are no weights here"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         load_config(tune(folder, "x", folder / "nowhere"))
     with pytest.raises(ConfigError, match="there are no weights here"):
         load_config(tune(folder, "x", base / "checkpoints" / "77"))

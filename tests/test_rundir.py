@@ -172,7 +172,7 @@ def test_breaking_changes_are_refused_with_the_list(tmp_path):
         "    run.steps: 100 -> 200",
         "  allowed: changes of mesh, sharding, train, offload, pipeline, checkpoint, log, eval, "
         "guard, watchdog and targets",
-        "  to do: take another run.dir, undo the changes, or set run.allow_changes",
+        "  to do: take another run.dir, undo the changes, or add --run.allow_changes true",
     ]
     check_changes(found, allow=True, where="runs/first")
     check_changes([c for c in found if c.kind == "free"], allow=False, where="runs/first")

@@ -4,6 +4,7 @@ Owns: what `data.path` may be, folders with a folder a class, and the split. Doe
 kinds of files (`image_arrays`, `image_shards`), batches (`images`).
 """
 
+import difflib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -130,7 +131,12 @@ def _parts(config: ImageDataConfig, say: Say) -> dict[str, Part]:
         return {"train": digits(config.channels)}
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise DataError("there is no such file or folder", where="data.path", value=str(path))
+        raise DataError(
+            "there is no such file or folder",
+            where="data.path",
+            value=str(path),
+            cure="check the path; relative paths start at the current folder",
+        )
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
 
     def named(suffix: str) -> list[Path]:
@@ -238,9 +244,9 @@ def _folders(path: Path, channels: int, damage: Damage) -> dict[str, Part]:
     classes = _classes(train)
     parts = {"train": _folder(train, classes, channels, damage)}
     if held is not None:
-        for name in sorted(set(classes) ^ set(_classes(held))):
-            where = train / name if name not in classes else held / name
-            damage.met(str(where), "the folder of this class is missing, or has no image")
+        _known_classes(held, classes, str(train), damage)
+        for name in sorted(set(classes) - set(_classes(held))):
+            damage.met_class(str(held / name), f"this folder is missing; {train} has the class")
         parts["validation"] = _folder(held, classes, channels, damage)
     return parts
 
@@ -257,6 +263,21 @@ def _classes(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _known_classes(held: Path, classes: Sequence[str], train: str, damage: Damage) -> None:
+    """Look for classes that only validation has, which no step learns."""
+    for name in _classes(held):
+        if name in classes:
+            continue
+        near = difflib.get_close_matches(name, classes, n=1)
+        damage.met_class(
+            str(held / name),
+            f"{train} has no such class",
+            allowed=", ".join(classes[:20]) + (", ..." if len(classes) > 20 else ""),
+            cure=(f"did you mean {near[0]}? " if near else "")
+            + "Rename the folder, take it away, or add the class to training",
+        )
+
+
 def _folder(root: Path, classes: tuple[str, ...], channels: int, damage: Damage) -> Part:
     names: list[str] = []
     labels: list[int] = []
@@ -267,8 +288,8 @@ def _folder(root: Path, classes: tuple[str, ...], channels: int, damage: Damage)
             for place, _, files in os.walk(folder):
                 inside = Path(place).relative_to(root)
                 found += [str(inside / f) for f in files if Path(f).suffix.lower() in SUFFIXES]
-        if not found:
-            damage.met(str(folder), "there is no image of this class")
+        if not found and folder.is_dir():
+            damage.met_class(str(folder), "this folder of a class has no images")
         names += sorted(found)
         labels += [label] * len(found)
     array = np.array(labels, np.int32)

@@ -142,7 +142,12 @@ def _files(config: InteractionsConfig) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError("there is no such file or folder", where="data.path", value=str(path))
+        raise DataError(
+            "there is no such file or folder",
+            where="data.path",
+            value=str(path),
+            cure="check the path; relative paths start at the current folder",
+        )
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 

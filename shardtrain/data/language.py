@@ -269,12 +269,13 @@ def language_data(
     )
 
 
-def require_batch(data: LanguageData, where: str) -> None:
+def require_batch(data: LanguageData, where: str, *, held: int = 0) -> None:
     """Refuse data too short for a single batch.
 
     Args:
         data: the data.
         where: what it was read from.
+        held: tokens of it that are held out for validation.
 
     Raises:
         DataError: it has fewer samples than a batch.
@@ -292,9 +293,11 @@ def require_batch(data: LanguageData, where: str) -> None:
     raise DataError(
         f"too few tokens for one batch of {data.batch_size} x {data.sequence_length}",
         where=where,
-        value=f"{len(data.tokens)} tokens, {data.num_samples} sequences",
+        value=f"{len(data.tokens)} tokens, {data.num_samples} sequences"
+        + (f"; {held} more tokens held out for validation" if held else ""),
         allowed=f"at least {needed} tokens",
-        cure="use more text, or a smaller data.batch_size or data.sequence_length",
+        cure="use more text, or a smaller data.batch_size or data.sequence_length"
+        + (", or hold out less: data.validation_fraction" if held else ""),
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardtrain.data.megatron import negative_token
 from shardtrain.errors import DataError
 
 INDEX: Final = "index.json"
@@ -310,15 +311,11 @@ class TokenShards:
         Raises:
             DataError: it is damaged, or a token is negative.
         """
-        largest = 0
+        largest = before = 0
         for tokens in self.documents():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0:
-                value, allowed = str(low), "0 or more"
-                raise DataError(
-                    "a token is negative", where=str(self.path), value=value, allowed=allowed
-                )
-            largest = max(largest, high)
+            if int(tokens.min()) < 0:
+                raise negative_token(self.path, tokens, before)
+            largest, before = max(largest, int(tokens.max())), before + len(tokens)
         return largest
 
     def documents(self) -> Iterator[NDArray[np.integer[Any]]]:

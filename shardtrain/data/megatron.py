@@ -117,6 +117,24 @@ def _wrong(message: str, path: Path, *, value: str = "", allowed: str = "") -> D
     )
 
 
+def negative_token(path: Path, tokens: NDArray[np.integer[Any]], before: int) -> DataError:
+    """Return what is said of a negative token.
+
+    Args:
+        path: where the tokens are from.
+        tokens: some of them, of which one is negative.
+        before: tokens before these.
+    """
+    first = int(np.argmax(tokens < 0))
+    return DataError(
+        "a token is negative",
+        where=str(path),
+        value=f"{int(tokens[first])}, at index {before + first:,} of all tokens",
+        allowed="0 or more",
+        cure="make the tokens again; where it stands for padding, leave it out",
+    )
+
+
 def chunks(tokens: NDArray[np.integer[Any]]) -> Iterator[NDArray[np.integer[Any]]]:
     """Read an array in parts that fit in memory."""
     for start in range(0, len(tokens), _CHUNK):

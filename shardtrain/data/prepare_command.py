@@ -54,7 +54,7 @@ def prepare_command(
             validation_fraction=validation_fraction,
             seed=seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-            say=lambda message: bar.console.print(message, markup=False),
+            say=lambda message: bar.console.print(message, markup=False, soft_wrap=True),
             column=column,
             bad_records=bad_records,
             max_tokens=max_tokens,

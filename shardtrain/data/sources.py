@@ -106,7 +106,8 @@ def open_data(
     if config.bad_records == "skip" and not info.train.header.masked:
         say("data.bad_records has no effect: this data has no prompts and completions")
     train = _samples(config, info.train, seed, say)
-    require_batch(train, str(config.path or info.train.path))
+    held = info.validation.header.tokens if info.validation is not None else 0
+    require_batch(train, str(config.path or info.train.path), held=held)
     if info.validation is None:
         return train, None, info
     validation = _samples(config, info.validation, seed, say)
@@ -284,8 +285,10 @@ def _from_cache(
     make_folder(
         folder, where="data.cache", cure="set data.cache or SHARDTRAIN_CACHE to a folder of yours"
     )
-    megabytes = sum(file.size for file in files) / 1e6
-    say(f"preparing {source}: {len(files)} files, {megabytes:.1f} MB, once, into {folder}")
+    size, count = sum(file.size for file in files), len(files)
+    much = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+    many = f"{count} file{'s' * (count != 1)}"
+    say(f"preparing {source}: {many}, {much}, once, into {folder}")
     return prepare_files(files, folder, split, reuse=True, progress=progress, say=say, cache=cache)
 
 

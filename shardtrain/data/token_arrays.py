@@ -4,6 +4,7 @@ Owns: which paths are such arrays, and their documents, checked. Does not own: t
 are made of them, and the formats of others (`megatron`, `mds`).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardtrain.data.mds import INDEX, TokenShards, is_index, read_index, token_column
-from shardtrain.data.megatron import chunks, read_megatron
+from shardtrain.data.megatron import chunks, negative_token, read_megatron
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.errors import DataError
 
@@ -91,6 +92,13 @@ class TokenArray:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
+            if isinstance(error, EOFError) or re.match("EOF|mmap length", str(error)):
+                raise DataError(
+                    "the file is shorter than its header says",
+                    where=str(path),
+                    value=f"{path.stat().st_size} bytes",
+                    cure="copy it again, or save it again",
+                ) from None
             raise DataError(
                 f"the array cannot be read: {error}", where=str(path), cure="save it again"
             ) from None
@@ -116,14 +124,11 @@ class TokenArray:
         Raises:
             DataError: a token is negative.
         """
-        largest = 0
+        largest = before = 0
         for part in chunks(self.tokens):
-            low, high = int(part.min()), int(part.max())
-            if low < 0:
-                raise DataError(
-                    "a token is negative", where=str(self.path), value=str(low), allowed="0 or more"
-                )
-            largest = max(largest, high)
+            if int(part.min()) < 0:
+                raise negative_token(self.path, part, before)
+            largest, before = max(largest, int(part.max())), before + len(part)
         return largest
 
     def documents(self) -> Iterator[NDArray[np.integer[Any]]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unreadable
 
 _NAMES = """
 architectures model_type transformers_version torch_dtype dtype name_or_path tokenizer_class
@@ -56,13 +56,15 @@ class Keys:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise ConfigError("there is no such folder", where=str(path.parent)) from None
             raise ConfigError(
                 "this folder has no config.json",
                 where=str(path.parent),
                 cure="give the folder of a model as `save_pretrained` of transformers writes it",
             ) from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+            raise unreadable(path, error) from None
         if not isinstance(values, dict):
             raise ConfigError("is no JSON object", where=str(path))
         return cls(values, str(path))

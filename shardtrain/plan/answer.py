@@ -52,6 +52,15 @@ class Plan:
     """Whether a real run has shown that it does not fit, whatever the figures say."""
 
     @property
+    def size(self) -> str:
+        """The model's parameters in words, such as `842 thousand parameters`."""
+        count = self.workload.num_parameters
+        for unit, word in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
+            if count >= unit:
+                return f"{count / unit:.3g} {word}parameters"
+        return f"{count} parameters"
+
+    @property
     def room(self) -> float:
         """Bytes on one device that a step may use."""
         return room(self.cluster)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from shardtrain.errors import ConfigError, UserError, raise_all
+from shardtrain.errors import ConfigError, UserError, raise_all, unreadable
 from shardtrain.sharding.chip import KINDS, Chip, FastLink, Host
 from shardtrain.sharding.chips import CHIPS
 
@@ -214,7 +214,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path)) from None
+        raise unreadable(path, error) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not TOML: {error}", where=str(path)) from None
 

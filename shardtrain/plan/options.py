@@ -4,15 +4,19 @@ Owns: the options, their defaults and help. Does not own: the config that is pla
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+USUAL: Final = "h100:1x8"
+"""The cluster that is planned for where none is named."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """How a config is planned, and how the plan is told."""
 
-    target: str = "h100:1x8"
-    """The cluster: CHIP:HOSTSxCHIPS, such as h100:64x8; docs/hardware.md lists the chips."""
+    target: str = ""
+    """The cluster: CHIP:HOSTSxCHIPS, such as h100:64x8; docs/hardware.md lists the chips. "" =
+    h100:1x8."""
     search: bool = True
     """Whether to look at all other layouts too; `--no_search` = only at the config's own."""
     top: int = 10
@@ -42,3 +46,8 @@ class PlanOptions:
     """Time limit of the compiler."""
     json: bool = False
     """Print JSON and nothing else."""
+
+    @property
+    def cluster(self) -> str:
+        """The cluster that is planned for."""
+        return self.target or USUAL

@@ -62,7 +62,7 @@ def draw(plan: Plan) -> Any:
     some = _drawn(plan)
     labels = [_label(plan, candidate) for candidate in some]
     figure = Figure(figsize=(12, 4 + 0.9 * len(some)), layout="constrained")
-    figure.suptitle(f"{plan.workload.num_parameters / 1e9:.3g} billion parameters, {plan.cluster}")
+    figure.suptitle(f"{plan.size}, {plan.cluster}")
     memory, time, step = figure.subplots(3, 1, height_ratios=[len(some), len(some), 1.6])
     _stacked(memory, labels, [_memory(candidate) for candidate in some], "GiB on a device")
     memory.axvline(plan.room / 2**30, color="black", linestyle="--", linewidth=1)

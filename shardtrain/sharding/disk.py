@@ -12,10 +12,12 @@ in the threads that would do it; on CPU devices all of them can wait at once. So
 operations of their own, whose callback gets NumPy arrays.
 """
 
+import errno
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -294,14 +296,26 @@ class Disk:
                 for number in rows.here:
                     files.allocate(rows.group, number)
         except OSError as error:
-            raise ConfigError(
-                "what is to rest on the disk cannot",
-                where="offload.disk_path",
-                value=f"{files.parent}: {error.strerror or error}; {count} devices with "
-                f"{self.nbytes:,} bytes each",
-                cure="name a folder on a larger disk, or offload less",
-            ) from error
+            raise _cannot_rest(error, files.parent, count, self.nbytes) from error
         return speed
+
+
+def _cannot_rest(error: OSError, folder: Path, count: int, nbytes: int) -> ConfigError:
+    """What is said where the files cannot be made: too little space, or no such folder."""
+    reason, where = error.strerror or str(error), "offload.disk_path"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ConfigError(
+            "the disk has no room for what is to rest on it",
+            where=where,
+            value=f"{folder}: {reason}; {count} devices with {nbytes:,} bytes each",
+            cure="name a folder on a larger disk, or offload less",
+        )
+    return ConfigError(
+        "this folder cannot be made or written",
+        where=where,
+        value=f"{folder}: {reason}",
+        cure="name a folder that you may write in, on a disk of this machine",
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,14 +52,17 @@ class CacheUse:
         self._misses += event == "/jax/compilation_cache/cache_misses"
 
 
-def warnings() -> list[str]:
+def warnings(*, brief: bool = False) -> list[str]:
     """What is worth telling before a run: one text each, with what to do about it.
 
     Cheap: a look at a few files; jax must have its devices already.
+
+    Args:
+        brief: a short line about the allocator, which every start says; `doctor` has the rest.
     """
     if jax.default_backend() != "cpu":
         return []
-    return [text for text in (_unused_accelerator(), _slow_allocator()) if text]
+    return [text for text in (_unused_accelerator(), _slow_allocator(brief)) if text]
 
 
 def allocator() -> str:
@@ -93,10 +96,12 @@ def _unused_accelerator() -> str | None:
     return None
 
 
-def _slow_allocator() -> str | None:
+def _slow_allocator(brief: bool) -> str | None:
     """For a process that runs on the CPU."""
     if platform.system() != "Linux" or allocator() != "system":
         return None
+    if brief:
+        return "the system's allocator costs about 20 % on a CPU; `shardtrain doctor` has the cure"
     library = jemalloc_library()
     get = "" if library else "install jemalloc (apt install libjemalloc2) and "
     preload = f"LD_PRELOAD={library or 'libjemalloc.so.2'} MALLOC_CONF={JEMALLOC_OPTIONS}"

@@ -126,7 +126,7 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
             value="\n    ".join(["", *map(str, breaking)]),
             allowed="changes of mesh, sharding, train, offload, pipeline, checkpoint, log, eval, "
             "guard, watchdog and targets",
-            cure="take another run.dir, undo the changes, or set run.allow_changes",
+            cure="take another run.dir, undo the changes, or add --run.allow_changes true",
         )
 
 

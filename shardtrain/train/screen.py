@@ -1,13 +1,17 @@
 """What a person sees: what runs where, then a line now and then, and a bar on a terminal."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+_NO_EDGE: Final = 10_000
+"""Columns of what has no edge, such as a file."""
 
 
 def human_bytes(number: float) -> str:
@@ -68,7 +72,12 @@ class Screen:
         self._bar.stop()
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Shows pairs of a name and a text."""
+        """Shows pairs of a name and a text; in a file a line each, for who searches it."""
+        if not self.console.is_terminal:
+            width = max(len(name) for name, _ in rows)
+            lines = [f" {name:{width}}  {text}".rstrip() for name, text in rows]
+            self.say("\n".join([title, *lines]))
+            return
         table = Table(title=Text(title), show_header=False, title_justify="left", box=None)
         for name, text in rows:
             table.add_row(Text(name, "bold"), Text(text))
@@ -139,6 +148,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def make_console(*, quiet: bool = False) -> Console:
-    """Standard error as everything here writes to it: words as they are, no colours of its own."""
-    return Console(stderr=True, highlight=False, emoji=False, quiet=quiet)
+def make_console(*, quiet: bool = False, stderr: bool = True) -> Console:
+    """A console as everything here writes to it: words as they are, no colours of its own.
+
+    Where it is no terminal, and nothing says how wide it is, lines are as long as they are.
+    """
+    console = Console(stderr=stderr, highlight=False, emoji=False, quiet=quiet)
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = _NO_EDGE
+    return console

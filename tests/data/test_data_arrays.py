@@ -185,7 +185,8 @@ def test_damaged_files_are_refused(
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.array([1, -2]), "a token is negative\n  value: -2"),
+        (np.array([1, -2]), "a token is negative\n  value: -2, at index 1 of all tokens"),
+        (np.array([[1, 2], [3, -3]]), "a token is negative\n  value: -3, at index 3 of"),
         (np.array([1.0, 2.0]), "this is no array of tokens\n  value: float64 [2]"),
         (np.zeros((2, 2, 2), int), "this is no array of tokens"),
         (np.array([], int), "this is no array of tokens"),
@@ -199,12 +200,15 @@ def test_arrays_that_are_no_tokens(tmp_path: Path, array: np.ndarray, words: str
     assert f"{tmp_path / 'ids.npy'}: {words}" in str(error.value)
 
 
-def test_an_array_that_is_cut_off(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.arange(1000))
-    content = (tmp_path / "ids.npy").read_bytes()
-    (tmp_path / "ids.npy").write_bytes(content[:500])
-    with pytest.raises(DataError, match="the array cannot be read"):
-        prepare([tmp_path / "ids.npy"], tmp_path / "out")
+@pytest.mark.parametrize("left", [-8, 120, 0])
+def test_an_array_that_is_cut_off(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(20))
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(DataError, match="the file is shorter than its header says") as error:
+        prepare([path], tmp_path / "out")
+    assert error.value.where == str(path)
+    assert "copy it again" in error.value.cure
 
 
 def test_text_and_tokens_do_not_mix(tmp_path: Path) -> None:

@@ -43,6 +43,13 @@ def test_standard_library_by_default(tmp_path: Path) -> None:
     assert 0.01 < len(validation.tokens) / len(train.tokens) < 0.12
 
 
+def test_one_small_file_is_told_in_bytes(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "a.txt").write_text("x" * 2000)
+    open_data(config(tmp_path, tmp_path / "a.txt"), say=said.append)
+    assert said[0].startswith(f"preparing {tmp_path / 'a.txt'}: 1 file, 2,000 bytes, once, into ")
+
+
 def test_text_is_prepared_once_until_it_changes(tmp_path: Path, text: Path) -> None:
     said: list[str] = []
     first = open_data(config(tmp_path, text), say=said.append)[2]
@@ -127,8 +134,12 @@ def test_refusals(tmp_path: Path, text: Path) -> None:
             open_data(config(tmp_path, tmp_path / path))
         assert error.value.where == where
         assert error.value.cure
-    assert error.value.value == "8 tokens, 0 sequences"
+    assert error.value.value == "8 tokens, 0 sequences; 1 more tokens held out for validation"
+    assert error.value.cure.endswith("or hold out less: data.validation_fraction")
     assert error.value.allowed == "at least 65 tokens"
+    with pytest.raises(DataError, match="too few tokens") as error:
+        open_data(config(tmp_path, tmp_path / "short.txt", validation_fraction=0.0))
+    assert error.value.value == "9 tokens, 0 sequences"
 
 
 def test_too_little_for_validation_is_said(tmp_path: Path) -> None:

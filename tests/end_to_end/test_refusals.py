@@ -132,7 +132,7 @@ def test_a_changed_run(here: Path, straight: Path, capsys: Capture) -> None:
     said = refusal(capsys, "--model.embed_dim", "32", "--run.steps", "50", "--run.stop_at", "45")
     assert "run: the run in this directory was begun with another config" in said
     assert "model.embed_dim: 16 -> 32\n    run.steps: 40 -> 50\n" in said
-    assert "set run.allow_changes" in said
+    assert "add --run.allow_changes true" in said
     assert "stop_at: " not in said
     said = refusal(capsys, "--model.embed_dim", "32", "--run.allow_changes", "True")
     assert "the checkpoint does not fit this run" in said

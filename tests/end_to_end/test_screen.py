@@ -2,9 +2,10 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from shardtrain.train.screen import Screen
+from shardtrain.train.screen import Screen, make_console
 
 
 def test_the_screen_of_a_terminal() -> None:
@@ -24,3 +25,17 @@ def test_the_screen_of_a_terminal() -> None:
     assert "step  6/10" not in said
     assert "val_loss 1.5000" in said
     assert "mfu 25.0%" in said
+
+
+def test_a_file_gets_lines_that_are_neither_cut_nor_filled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = " ".join(["many words"] * 30)
+    with Screen(first=0, last=1, every=1) as screen:
+        screen.table("a run", [("state", long), ("folder", "runs/[bold]x[/bold]"), ("none", "")])
+    assert capsys.readouterr().err == (
+        f"a run\n state   {long}\n folder  runs/[bold]x[/bold]\n none\n"
+    )
+    make_console(stderr=False).print(long)
+    assert capsys.readouterr().out == f"{long}\n"

@@ -267,6 +267,19 @@ def test_what_is_wrong_is_refused(
     assert words in capsys.readouterr().err
 
 
+def test_files_that_are_not_there_are_told_without_error_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["import-config", str(tmp_path / "nofile.json")]) == 2
+    said = capsys.readouterr().err
+    assert "nofile.json: there is no such file\n  to do: " in said
+    out = str(tmp_path / "nowhere" / "z.toml")
+    assert cli.main(["import-config", write(tmp_path, {}), "--out", out]) == 2
+    said = capsys.readouterr().err
+    assert "--out: cannot be written: No such file or directory\n  value: " in said
+    assert "Errno" not in said
+
+
 @pytest.mark.parametrize(
     ("path", "near"),
     [("zero_optimization.stagee", "stage"), ("bf16.enabeld", "enabled"), ("train_batch_siz", "")],

@@ -152,6 +152,7 @@ CASES: dict[str, tuple[str, Change, list[str]]] = {
     "pickle": ("gpt2", pickled, ["pytorch_model.bin: weights in a pickle", "save_pretrained"]),
     "no weights": ("gpt2", remove(WEIGHTS), ["there are no weights in this folder"]),
     "no config": ("gpt2", remove("config.json"), ["this folder has no config.json"]),
+    "no folder": ("gpt2", shutil.rmtree, ["there is no such folder"]),
     "no JSON": (
         "gpt2",
         lambda folder: (folder / "config.json").write_text("{"),

@@ -279,7 +279,7 @@ def test_all_faults_of_a_file_together(tmp_path: Path) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.toml: there is no such file"):
         read_chips(tmp_path / "none.toml")
 
 

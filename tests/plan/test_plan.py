@@ -314,6 +314,28 @@ def test_text_for_the_eye(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("keys", "said", "unit"),
+    [
+        (
+            {"model.num_layers": 1, "model.embed_dim": 64, "model.vocab_size": 512},
+            " thousand parameters on h100:1x8",
+            "MiB",
+        ),
+        ({"model.num_layers": 48, "model.embed_dim": 2048}, " billion parameters on", "GiB"),
+    ],
+)
+def test_units_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], said: str, unit: str
+) -> None:
+    words = ["plan", written(tmp_path, **keys), "--target", "h100:1x8", "--no-search"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert said in text.splitlines()[0]
+    (head,) = (line for line in text.splitlines() if line.startswith(" bytes on a device"))
+    assert head.split()[-1] == unit
+
+
 def test_what_does_not_fit_ends_with_4(tmp_path: Path) -> None:
     config = written(tmp_path, **{"model.num_layers": 400, "model.embed_dim": 8192})
     assert main(["plan", config, "--target", "l4:1x1", "--no-search"]) == 4

@@ -192,8 +192,9 @@ def test_rows_that_are_not_what_the_model_reads_are_refused(tmp_path: Path) -> N
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError, match="no such file or folder") as caught:
         open_files(tmp_path / "nowhere", (4, 5), 1)
+    assert caught.value.cure.startswith("check the path")
     (tmp_path / "words.md").write_text("")
     with pytest.raises(DataError, match="no file of a known name"):
         open_files(tmp_path, (4, 5), 1)

@@ -225,14 +225,28 @@ def test_parquet_and_cifar_that_are_cut_off(tmp_path: Path) -> None:
 def test_a_class_without_folder_or_images(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "d", splits=("train", "val"))
     (root / "val" / "class1").rename(tmp_path / "away")
-    with pytest.raises(DataError, match="not whole") as caught:
+    with pytest.raises(DataError, match="this folder is missing") as caught:
         opened(root)
     assert caught.value.where == str(root / "val" / "class1")
-    assert "folder of this class is missing" in caught.value.value
     (root / "val" / "class1").mkdir()
-    with pytest.raises(DataError, match="not whole") as caught:
+    with pytest.raises(DataError, match="this folder of a class has no images") as caught:
         opened(root)
-    assert "no image of this class" in caught.value.value
+    assert caught.value.where == str(root / "val" / "class1")
+    said: list[str] = []
+    assert opened(root, said, bad_images="skip")[0].num_samples == COUNT
+    assert len(said) == 1
+    assert said[0].startswith(f"skipped a class: {root / 'val' / 'class1'}")
+
+
+def test_a_class_of_validation_that_is_never_learned(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "d", splits=("train", "val"))
+    (root / "val" / "class1").rename(root / "val" / "clas1")
+    with pytest.raises(DataError, match="train has no such class") as caught:
+        opened(root)
+    assert caught.value.where == str(root / "val" / "clas1")
+    assert caught.value.allowed == "class0, class1, class2"
+    assert caught.value.cure.startswith("did you mean class1? ")
+    assert "skip" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
