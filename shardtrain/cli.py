@@ -23,6 +23,7 @@ from shardtrain.cli_interop import (
     ExportOptions,
     ImportConfigOptions,
     ImportOptions,
+    check_import,
     export_command,
     import_command,
     import_config_command,
@@ -313,6 +314,8 @@ class Command:
     """Flags of one letter, and what they stand for."""
     sections: Callable[[str], Mapping[str, Any]] | None = None
     """How what `source` names becomes sections, where it is no config."""
+    check: Callable[[str, Mapping[str, Any], Mapping[str, Any]], None] | None = None
+    """Refuses flags that do not agree with those sections, before any other check."""
 
 
 COMMANDS = {
@@ -328,7 +331,9 @@ COMMANDS = {
     "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
     "launch": Command(LaunchFlags, "config", launch_command, passes_on=True, short=SHORT),
     "schedule": Command(ScheduleOptions, "", schedule_command),
-    "import": Command(ImportOptions, "hf_dir", import_command, sections=import_sections),
+    "import": Command(
+        ImportOptions, "hf_dir", import_command, sections=import_sections, check=check_import
+    ),
     "export": Command(ExportOptions, "run", export_command),
     "import-config": Command(ImportConfigOptions, "", import_config_command),
     "doctor": Command(Doctor, "", _doctor),
@@ -402,7 +407,10 @@ def _dispatch(words: list[str]) -> int:
     options, source, flags = parse(
         command.options, rest, command=name, source=command.source, sections=command.sections
     )
-    config = load_config(command.sections(source) if command.sections else source, flags)
+    sections = command.sections(source) if command.sections else None
+    if command.check and sections is not None:
+        command.check(source, sections, flags)
+    config = load_config(source if sections is None else sections, flags)
     if command.passes_on:
         return command.handler(options, config, config_words(command.options, rest))
     return command.handler(options, config)
