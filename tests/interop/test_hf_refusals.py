@@ -283,6 +283,18 @@ def test_padding_and_what_changes_no_meaning_are_free(tmp_path: Path) -> None:
     assert (model.vocab_multiple, model.dropout) == (32, 0.3)
 
 
+def test_a_run_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert run_import(MODELS / "llama", file) == 2
+    assert capsys.readouterr().err.startswith("--out: is a file, and a run has a directory\n")
+    assert run_import(MODELS / "llama", file / "run") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("--out: the run directory cannot be written\n")
+    assert "to do: take another --out, on a disk that you may write" in err
+    assert file.read_text() == "mine"
+
+
 def test_one_folder_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_import(MODELS / "llama", tmp_path / "run", "--run.dir", "elsewhere") == 2
     assert "--run.dir: the folder of an import is --out" in capsys.readouterr().err
