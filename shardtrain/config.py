@@ -503,6 +503,7 @@ def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> l
         config.sharding,
         config.pipeline,
         degrees,
+        settled=bool(config.run.init),
     )
 
 
@@ -517,7 +518,13 @@ def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[Co
 
 def _bert_faults(config: BertRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
     return bert_faults(
-        config.model, config.data, config.train, config.sharding, config.pipeline, degrees
+        config.model,
+        config.data,
+        config.train,
+        config.sharding,
+        config.pipeline,
+        degrees,
+        settled=bool(config.run.init),
     )
 
 

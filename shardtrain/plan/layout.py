@@ -75,12 +75,15 @@ def listed(values: Sequence[object]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError]:
+def model_faults(
+    model: TransformerConfig, data: DataConfig, *, settled: bool = False
+) -> list[ConfigError]:
     """Return what is impossible about a model, whatever the mesh.
 
     Args:
         model: The model's section.
         data: The data's section; the sequence must fit the position table.
+        settled: Whether the model is that of weights, so that only the data can change.
 
     Returns:
         One error per fault, none when all is well.
@@ -127,14 +130,22 @@ def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError
             )
         )
     if model.position == "learned" and 0 < model.max_length < data.sequence_length:
-        faults.append(
-            ConfigError(
-                f"data.sequence_length={data.sequence_length} is longer than the position table; "
-                f"use {data.sequence_length} or more, or 0 for just that",
-                where=f"model.max_length={model.max_length}",
-            )
-        )
+        faults.append(_too_long(model.max_length, data.sequence_length, settled=settled))
     return faults
+
+
+def _too_long(positions: int, length: int, *, settled: bool) -> ConfigError:
+    """A sequence that the table of positions does not have; the cure is what is still open."""
+    if settled:
+        return ConfigError(
+            f"the weights have {positions} positions; use {positions} or less",
+            where=f"data.sequence_length={length}",
+        )
+    return ConfigError(
+        f"data.sequence_length={length} is longer than the position table; use {length} or more, "
+        f"or 0 for just that; or data.sequence_length={positions} or less",
+        where=f"model.max_length={positions}",
+    )
 
 
 def layout_faults(
