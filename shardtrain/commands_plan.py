@@ -42,7 +42,7 @@ from shardtrain.plan.targets import Target
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.run_program import lower_step, make_program
 from shardtrain.run_remat import plan_remat, with_remat
-from shardtrain.run_work import find_size
+from shardtrain.run_work import find_size, work_of
 from shardtrain.run_workload import choices_of, layout_of, make_workload
 from shardtrain.sharding.chips import CHIPS, KNOWN_KINDS
 from shardtrain.sharding.mesh import abstract_mesh
@@ -85,7 +85,13 @@ def make_plan(
     if fault and not search:
         raise fault
     language = only_language(config, "the cost model")
-    workload = make_workload(language, find_size(config), platform_of(cluster))
+    size = find_size(config)
+    if not fault:
+        faults = work_of(config).size_faults(size, config.mesh.degrees(cluster.num_devices))
+        fault = faults[0] if faults else None
+        if fault and not search:
+            raise fault
+    workload = make_workload(language, size, platform_of(cluster))
     layout, choice, found = None, None, None
     if not fault:
         config, choice = plan_remat(config, workload, cluster.num_devices)

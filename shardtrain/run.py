@@ -24,6 +24,7 @@ from shardtrain.config import (
 from shardtrain.data.loader import Samples, batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.errors import raise_all
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
 from shardtrain.run_weights import require_tokenizer, weights_of
@@ -200,7 +201,7 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
             overlap=config.train.overlap,
         )
         devices = jax.devices()
-    resolve_mesh(config, len(devices))
+    degrees = resolve_mesh(config, len(devices))
     offload = config.offload
     if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
@@ -208,7 +209,10 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         require_disk(devices)
     if isinstance(config, LanguageRunConfig) and known_vocab(config) is not None:
         require_tokenizer(config)
-    data, validation, info = work_of(config).open_data(_say)
+    work = work_of(config)
+    data, validation, info = work.open_data(_say)
+    counted = isinstance(info, DataInfo) and not info.tokenizer_name
+    raise_all(work.size_faults(info.vocab_size, degrees, counted=counted))
     config, choice = choose_remat(config, info.vocab_size, devices)
     if choice:
         _say(f"train.remat is {choice}")

@@ -212,6 +212,37 @@ def batch_faults(
     return [] if fault is None else [fault]
 
 
+def vocabulary_faults(
+    model: TransformerConfig,
+    sharding: ShardingConfig,
+    degrees: Degrees,
+    vocab_size: int,
+    *,
+    counted: bool = False,
+) -> list[ConfigError]:
+    """Return why a vocabulary that only the data has told cannot be split over a mesh.
+
+    Args:
+        model: The model's section.
+        sharding: Rules that replace others.
+        degrees: Degree of each mesh axis.
+        vocab_size: Tokens of the data.
+        counted: Whether that is the largest token there and one, since nobody knows the tokenizer.
+
+    Returns:
+        One error, or none.
+    """
+    fault = _vocabulary(model, _split(sharding, degrees, "vocab", ("tensor",)), vocab_size)
+    if fault is None:
+        return []
+    if counted and not model.vocab_size:
+        fault.message += (
+            f". The data has no tokenizer, so its {vocab_size} tokens are the largest of them and "
+            "one; data.tokenizer or model.vocab_size says how many there are"
+        )
+    return [fault]
+
+
 def _split(
     sharding: ShardingConfig, degrees: Degrees, row: str, default: tuple[str, ...]
 ) -> dict[str, int]:
