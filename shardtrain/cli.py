@@ -35,6 +35,8 @@ from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import (
     LanguageRunConfig,
     RunConfig,
+    assemble,
+    config_faults,
     load_config,
     only_language,
     to_template,
@@ -48,8 +50,9 @@ from shardtrain.errors import (
     ConfigError,
     PeerEndError,
     UserError,
+    raise_all,
 )
-from shardtrain.launch_job import check_devices
+from shardtrain.launch_job import check_devices, device_faults
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.processes import find_peers, join, leave
 from shardtrain.train.interrupt import leave_on_termination
@@ -316,17 +319,19 @@ class Command:
     """How what `source` names becomes sections, where it is no config."""
     check: Callable[[str, Mapping[str, Any], Mapping[str, Any]], None] | None = None
     """Refuses flags that do not agree with those sections, before any other check."""
+    is_run: bool = False
+    """Whether it is a run on the devices that are here, which decide about its mesh."""
 
 
 COMMANDS = {
-    "train": Command(Train, "config", _train),
-    "verify": Command(Verify, "config", _verify),
+    "train": Command(Train, "config", _train, is_run=True),
+    "verify": Command(Verify, "config", _verify, is_run=True),
     "prepare": Command(Prepare, "", _prepare),
-    "generate": Command(Generate, "run", _generate),
-    "eval": Command(Evaluate, "run", _evaluate, passes_on=True),
+    "generate": Command(Generate, "run", _generate, is_run=True),
+    "eval": Command(Evaluate, "run", _evaluate, passes_on=True, is_run=True),
     "report": Command(Report, "run", _report),
     "config": Command(Show, "config", _show),
-    "bench": Command(Bench, "config", _bench),
+    "bench": Command(Bench, "config", _bench, is_run=True),
     "plan": Command(PlanFlags, "config", plan_command),
     "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
     "launch": Command(LaunchFlags, "config", launch_command, passes_on=True, short=SHORT),
@@ -410,7 +415,11 @@ def _dispatch(words: list[str]) -> int:
     sections = command.sections(source) if command.sections else None
     if command.check and sections is not None:
         command.check(source, sections, flags)
-    config = load_config(source if sections is None else sections, flags)
+    config = assemble(source if sections is None else sections, flags)
+    if command.is_run:
+        peers = find_peers()
+        raise_all(device_faults(config, 1 if peers is None else peers.count))
+    raise_all(config_faults(config, config.mesh.model_dump()))
     if command.passes_on:
         return command.handler(options, config, config_words(command.options, rest))
     return command.handler(options, config)

@@ -98,9 +98,9 @@ def test_a_vocabulary_that_only_the_data_tells(here: Path, capsys: Capture) -> N
     assert cli.main(["train", "tiny.toml", *flags]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (  # after what has been prepared
         "mesh.tensor=2: the vocabulary's 301 rows are not divisible by 2; set "
-        "model.vocab_multiple = 2 (pads to 302), or use 1 or 7. The data has no tokenizer, so its "
-        "301 tokens are the largest of them and one; data.tokenizer or model.vocab_size says how "
-        "many there are"
+        "model.vocab_multiple = 2 (pads to 302), or use 1, 7, 43 or 301. The data has no "
+        "tokenizer, so its 301 tokens are the largest of them and one; data.tokenizer or "
+        "model.vocab_size says how many there are"
     )
     words = ["plan", "tiny.toml", *flags, "--target", "h100:1x2", "--no-search"]
     assert cli.main(words) == 2

@@ -393,7 +393,7 @@ def test_the_own_layout_need_not_be_legal(
     """What is best does not depend on it; the reason is said, and the best is written."""
     out = tmp_path / "best.toml"
     config = written(tmp_path, **{"mesh.data": 4, "sharding.zero": 1})
-    words = ["plan", config, "--target", "h100:1x8", "--top", "2"]
+    words = ["plan", config, "--target", "h100:1x8", "--top", "1"]
     asked = ["--explain", "tensor=2", "--sweep", "batch_size=1", "--out", str(out)]
     assert main([*words, *asked, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
