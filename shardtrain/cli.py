@@ -23,6 +23,7 @@ from shardtrain.cli_interop import (
     ExportOptions,
     ImportConfigOptions,
     ImportOptions,
+    check_import,
     export_command,
     import_command,
     import_config_command,
@@ -34,6 +35,8 @@ from shardtrain.cli_schedule import ScheduleOptions, schedule_command
 from shardtrain.config import (
     LanguageRunConfig,
     RunConfig,
+    assemble,
+    config_faults,
     load_config,
     only_language,
     to_template,
@@ -47,8 +50,9 @@ from shardtrain.errors import (
     ConfigError,
     PeerEndError,
     UserError,
+    raise_all,
 )
-from shardtrain.launch_job import check_devices
+from shardtrain.launch_job import check_devices, device_faults
 from shardtrain.sharding.devices import prepare_devices
 from shardtrain.sharding.processes import find_peers, join, leave
 from shardtrain.train.interrupt import leave_on_termination
@@ -315,24 +319,30 @@ class Command:
     """Flags of one letter, and what they stand for."""
     sections: Callable[[str], Mapping[str, Any]] | None = None
     """How what `source` names becomes sections, where it is no config."""
+    check: Callable[[str, Mapping[str, Any], Mapping[str, Any]], None] | None = None
+    """Refuses flags that do not agree with those sections, before any other check."""
+    is_run: bool = False
+    """Whether it is a run on the devices that are here, which decide about its mesh."""
 
 
 COMMANDS = {
-    "train": Command(Train, "config", _train, tells_default=True),
-    "verify": Command(Verify, "config", _verify, tells_default=True),
+    "train": Command(Train, "config", _train, tells_default=True, is_run=True),
+    "verify": Command(Verify, "config", _verify, tells_default=True, is_run=True),
     "prepare": Command(Prepare, "", _prepare),
-    "generate": Command(Generate, "run", _generate),
-    "eval": Command(Evaluate, "run", _evaluate, passes_on=True),
+    "generate": Command(Generate, "run", _generate, is_run=True),
+    "eval": Command(Evaluate, "run", _evaluate, passes_on=True, is_run=True),
     "report": Command(Report, "run", _report),
     "config": Command(Show, "config", _show),
-    "bench": Command(Bench, "config", _bench, tells_default=True),
+    "bench": Command(Bench, "config", _bench, tells_default=True, is_run=True),
     "plan": Command(PlanFlags, "config", plan_command, tells_default=True),
     "checkpoints": Command(CheckpointsOptions, "", checkpoints_command),
     "launch": Command(
         LaunchFlags, "config", launch_command, passes_on=True, tells_default=True, short=SHORT
     ),
     "schedule": Command(ScheduleOptions, "", schedule_command),
-    "import": Command(ImportOptions, "hf_dir", import_command, sections=import_sections),
+    "import": Command(
+        ImportOptions, "hf_dir", import_command, sections=import_sections, check=check_import
+    ),
     "export": Command(ExportOptions, "run", export_command),
     "import-config": Command(ImportConfigOptions, "", import_config_command),
     "doctor": Command(Doctor, "", _doctor),
@@ -409,7 +419,14 @@ def _dispatch(words: list[str]) -> int:
     )
     if command.tells_default and not named:
         print(f"note: no config is named: this is {source}", file=sys.stderr)
-    config = load_config(command.sections(source) if command.sections else source, flags)
+    sections = command.sections(source) if command.sections else None
+    if command.check and sections is not None:
+        command.check(source, sections, flags)
+    config = assemble(source if sections is None else sections, flags)
+    if command.is_run:
+        peers = find_peers()
+        raise_all(device_faults(config, 1 if peers is None else peers.count))
+    raise_all(config_faults(config, config.mesh.model_dump()))
     if command.passes_on:
         return command.handler(options, config, config_words(command.options, rest))
     return command.handler(options, config)

@@ -5,12 +5,15 @@ Owns: the options, and how a folder of another trainer becomes sections. Does no
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from shardtrain.config import RunConfig
+from shardtrain.config import RunConfig, section_classes
+from shardtrain.config_init import FREE, other_model
+from shardtrain.errors import raise_all
 from shardtrain.interop.hf_config import read_folder
 from shardtrain.launch_job import check_devices
 from shardtrain.sharding.devices import prepare_devices
@@ -61,6 +64,25 @@ class ImportConfigOptions:
 def import_sections(folder: str) -> dict[str, Any]:
     """Return the sections that an import starts from; flags go before them."""
     return read_folder(folder)
+
+
+def check_import(folder: str, sections: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+    """Refuse flags that would make another model of the weights.
+
+    Args:
+        folder: Of Hugging Face.
+        sections: Of `import_sections`.
+        flags: Values by dotted key, as given.
+
+    Raises:
+        ConfigError: The weights settle a key otherwise.
+    """
+    whole = section_classes(sections)["model"](**sections["model"]).model_dump()
+    # How far the table is padded is chosen here, and is gone after an export.
+    free = (*FREE, "vocab_multiple")
+    settled = {key: value for key, value in whole.items() if key not in free}
+    given = {flag[6:]: value for flag, value in flags.items() if flag.startswith("model.")}
+    raise_all(other_model(given, settled, folder, "config.json there has it"))
 
 
 def import_command(options: ImportOptions, config: RunConfig) -> int:

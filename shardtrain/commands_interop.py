@@ -6,7 +6,8 @@ files (`interop`), checkpoints.
 
 import json as json_
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def import_weights(config: RunConfig, *, folder: str, out: str, json: bool) -> i
     resolve_mesh(config, jax.device_count())
     program = make_program(config, vocab_size=config.model.vocab_size)
     family, mapped = map_folder(source, config, program)
-    with RunDirectory(target) as directory:
+    with RunDirectory(target, key="--out") as directory:
         with Checkpointer(directory.checkpoints, config.checkpoint.keep) as checkpoints:
             if checkpoints.latest() is not None:
                 raise CheckpointError(
@@ -155,8 +156,9 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         dtype_of = _dtypes(checkpoints.metadata(step), dtype)
         saved = SavedWeights(checkpoints, step)
         temporary = target.with_name(target.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        with _making(out):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
         try:
             tensors = exported(family, own, saved.read, dtype_of)
             files = write_files(temporary, exported_shapes(family, own, dtype_of), tensors)
@@ -168,9 +170,10 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    if target.exists():
-        target.rmdir()
-    temporary.rename(target)
+    with _making(out):
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
     written = [path.name for path in files]
     if json:
         told = {"step": step, "family": family.model_type, "files": written}
@@ -190,11 +193,27 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
 
 def _new_folder(out: str) -> Path:
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    with _making(out):
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if taken:
         raise ConfigError(
             "is there already", where="--out", value=out, allowed="a folder that is not, or empty"
         )
     return target
+
+
+@contextmanager
+def _making(out: str) -> Iterator[None]:
+    """A folder that the system refuses is the user's to choose anew."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be made: {error.strerror or error}",
+            where="--out",
+            value=out,
+            cure="take a folder on a disk that you may write",
+        ) from None
 
 
 def _with_vocabulary(config: TextRunConfig) -> TextRunConfig:

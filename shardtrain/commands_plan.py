@@ -31,21 +31,22 @@ from shardtrain.plan.audit import audit
 from shardtrain.plan.compiling import DoesNotFitError, Job, compile_for
 from shardtrain.plan.cost import DISK
 from shardtrain.plan.expected import expect
-from shardtrain.plan.hardware import Chips, parse_cluster, read_chips
-from shardtrain.plan.layout import all_divisors
+from shardtrain.plan.hardware import Chips, Cluster, parse_cluster, read_chips
+from shardtrain.plan.layout import all_divisors, listed, multiples
 from shardtrain.plan.memory import MARGIN
 from shardtrain.plan.options import PlanOptions
 from shardtrain.plan.picture import save
-from shardtrain.plan.search import candidate
+from shardtrain.plan.search import Found, candidate, fewest_shards
 from shardtrain.plan.search import search as search_layouts
 from shardtrain.plan.targets import Target
-from shardtrain.plan.workload import Layout
+from shardtrain.plan.workload import Layout, Workload
 from shardtrain.run_program import lower_step, make_program
 from shardtrain.run_remat import plan_remat, with_remat
-from shardtrain.run_work import find_size
-from shardtrain.run_workload import layout_of, make_workload
+from shardtrain.run_work import find_size, work_of
+from shardtrain.run_workload import choices_of, layout_of, make_workload
 from shardtrain.sharding.chips import CHIPS, KNOWN_KINDS
 from shardtrain.sharding.mesh import abstract_mesh
+from shardtrain.strategies.config import BUDGET
 
 # -- the command
 
@@ -72,20 +73,37 @@ def make_plan(
         price: of one device for an hour; None = that of the chip's row.
 
     Returns:
-        The plan.
+        The plan. With a search the config's own layout need not be legal on the cluster: then
+        `refused` says why it is not, and `own` is the best that was found.
 
     Raises:
-        UserError: the target is unknown, or the config's layout is not legal on it.
+        UserError: the target is unknown, or no layout is legal on it, or without a search the
+            config's own is not.
     """
     cluster = parse_cluster(target, chips)
-    check_mesh(config, cluster)
+    fault = _own_fault(config, cluster)
+    if fault and not search:
+        raise fault
     language = only_language(config, "the cost model")
-    workload = make_workload(language, find_size(config), platform_of(cluster))
-    config, choice = plan_remat(config, workload, cluster.num_devices)
-    layout = layout_of(config, cluster.num_devices)
-    found = None
+    size = find_size(config)
+    if not fault:
+        faults = work_of(config).size_faults(size, config.mesh.degrees(cluster.num_devices))
+        fault = faults[0] if faults else None
+        if fault and not search:
+            raise fault
+    workload = make_workload(language, size, platform_of(cluster))
+    layout, choice, found = None, None, None
+    if not fault:
+        config, choice = plan_remat(config, workload, cluster.num_devices)
+        layout = layout_of(config, cluster.num_devices)
+    shared = config.mesh.context > 1
     if search:
-        found = search_layouts(workload, cluster, own=layout, objective=objective, keep=keep)
+        found = search_layouts(
+            workload, cluster, own=layout, objective=objective, keep=keep, shared=shared
+        )
+    if fault and found:
+        layout = _instead(workload, cluster, found, fault, shared=shared)
+    assert layout is not None
     return Plan(
         cluster=cluster,
         workload=workload,
@@ -94,20 +112,53 @@ def make_plan(
         price=price if price is not None else cluster.chip.price_per_hour,
         notes=(
             *cluster.notes(),
-            *_notes(config),
+            *_notes(config, layout),
             *([f"by the plan, train.remat is {choice}"] if choice else []),
         ),
+        refused=f"{fault.where}: {fault.message}" if fault else "",
     )
 
 
-def _notes(config: RunConfig) -> list[str]:
+def _own_fault(config: RunConfig, cluster: Cluster) -> UserError | None:
+    """Why the config's own layout is not legal on a cluster; None if it is."""
+    try:
+        check_mesh(config, cluster)
+    except UserError as fault:
+        return fault
+    return None
+
+
+def _instead(
+    workload: Workload, cluster: Cluster, found: Found, fault: UserError, *, shared: bool
+) -> Layout:
+    """What is planned where the config's own layout is not legal: the best, or the smallest.
+
+    Raises:
+        UserError: there is none.
+    """
+    if found.best:
+        return found.best[0].layout
+    if found.smallest:
+        return found.smallest
+    batch, shards = workload.batch_size, fewest_shards(workload, cluster, shared=shared)
+    if shards and batch % shards:
+        raise ConfigError(
+            f"no layout shares out so many sequences over {cluster.num_devices} devices: as far as "
+            f"the model divides, at least {shards} data shards are left; "
+            f"use {listed(multiples(shards, batch))}, or fewer devices",
+            where=f"data.batch_size={batch}",
+        )
+    raise fault
+
+
+def _notes(config: RunConfig, layout: Layout) -> list[str]:
     tiers = (config.offload.optimizer, config.offload.master, config.offload.parameters)
     disk = [f"each host's disk reads and writes {DISK / 1e9:g} GB/s; a run measures it"]
-    return [*_overlap_notes(config), *(disk if "disk" in tiers else [])]
+    return [*_overlap_notes(config, layout), *(disk if "disk" in tiers else [])]
 
 
-def _overlap_notes(config: RunConfig) -> list[str]:
-    if not config.train.overlap or config.mesh.pipeline > 1:
+def _overlap_notes(config: RunConfig, layout: Layout) -> list[str]:
+    if not config.train.overlap or layout.pipeline > 1:
         return []
     return [
         "the memory is that of train.overlap=False; with it the step takes up to a third more: "
@@ -198,18 +249,43 @@ def help_with_memory(config: RunConfig, error: Exception) -> UserError:
     return fault
 
 
-def other_layout(plan: Plan, text: str) -> Layout:
-    """A layout from changes to the plan's own, such as `tensor=4, zero=3`.
+def other_layout(plan: Plan, text: str, own: Layout | None = None) -> Layout:
+    """A layout from changes to the config's own, such as `tensor=4, zero=3`.
 
     Args:
         plan: the plan.
         text: keys of `Layout` with their values; `data` takes what is left if it is not given.
+        own: the config's own where that is not the plan's; None = the plan's.
 
     Raises:
         ConfigError: a key or value is wrong, or the layout is not legal on the cluster.
     """
-    own, changes = plan.own.layout, {}
-    known = {field.name: field.type for field in fields(Layout)}
+    changes = layout_changes(text)
+    layout = replace(own or plan.own.layout, **changes)
+    if "layers" not in changes and {"pipeline", "virtual_stages"} & set(changes):
+        layout = replace(layout, layers="")
+    if "data" not in changes:
+        others = layout.pipeline * layout.replica * layout.context * layout.tensor
+        layout = replace(layout, data=max(plan.cluster.num_devices // others, 1))
+    return layout
+
+
+def _choices(plan: Plan, config: RunConfig) -> Layout | None:
+    """The config's own choices where they are no layout of the cluster; None where they are."""
+    if not plan.refused:
+        return None
+    chosen = choices_of(config)
+    return replace(chosen, remat=plan.own.layout.remat) if chosen.remat == BUDGET else chosen
+
+
+def layout_changes(text: str) -> dict[str, Any]:
+    """The keys of `Layout` that a text names, with their values.
+
+    Raises:
+        ConfigError: there is no such key, or it has no such value.
+    """
+    known = {field.name: type(field.default) for field in fields(Layout)}
+    changes = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
         if key not in known or not equals:
@@ -219,14 +295,8 @@ def other_layout(plan: Plan, text: str) -> Layout:
                 value=word,
                 allowed=", ".join(f"{name}=..." for name in known),
             )
-        changes[key] = _typed(key, value, type(getattr(own, key)))
-    layout = replace(own, **changes)
-    if "layers" not in changes and {"pipeline", "virtual_stages"} & set(changes):
-        layout = replace(layout, layers="")
-    if "data" not in changes:
-        others = layout.pipeline * layout.replica * layout.context * layout.tensor
-        layout = replace(layout, data=max(plan.cluster.num_devices // others, 1))
-    return layout
+        changes[key] = _typed(key, value, known[key])
+    return changes
 
 
 def _typed(key: str, value: str, kind: type) -> Any:
@@ -266,6 +336,16 @@ def sweep(plan: Plan, text: str) -> tuple[Point, ...]:
     Raises:
         ConfigError: another key, or a size is no number.
     """
+    key, sizes = swept_sizes(text)
+    return tuple(_point(plan, key, size) for size in sizes)
+
+
+def swept_sizes(text: str) -> tuple[str, list[int]]:
+    """A key of `SWEPT`, and sizes.
+
+    Raises:
+        ConfigError: another key, or a size is no number.
+    """
     key, _, values = (part.strip() for part in text.partition("="))
     sizes = [word.strip() for word in values.split(",") if word.strip()]
     if key not in SWEPT or not sizes or not all(s.isdigit() and int(s) > 0 for s in sizes):
@@ -275,7 +355,7 @@ def sweep(plan: Plan, text: str) -> tuple[Point, ...]:
             value=text,
             allowed=" or ".join(f"{name}=A,B,..." for name in SWEPT),
         )
-    return tuple(_point(plan, key, int(size)) for size in sizes)
+    return key, [int(size) for size in sizes]
 
 
 def _point(plan: Plan, key: str, value: int) -> Point:
@@ -286,9 +366,9 @@ def _point(plan: Plan, key: str, value: int) -> Point:
         workload = replace(workload, batch_size=value)
     else:
         workload = replace(workload, length=value)
-    found = search_layouts(workload, cluster, keep=1)
-    tokens = workload.batch_size * workload.length
-    return Point(key, value, cluster, found.best[0] if found.best else None, tokens)
+    found = search_layouts(workload, cluster, keep=1, shared=plan.own.layout.context > 1)
+    best, tokens = found.best[0] if found.best else None, workload.batch_size * workload.length
+    return Point(key, value, cluster, best, tokens, legal=found.tried > 0)
 
 
 def _require_promises(target: str, plan: Plan, config: RunConfig) -> None:
@@ -310,13 +390,23 @@ def _require_promises(target: str, plan: Plan, config: RunConfig) -> None:
         )
 
 
-def run_plan(options: PlanOptions, config: RunConfig) -> int:
-    """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
+def _check_words(options: PlanOptions) -> None:
+    """Refuses wrong words before anything is said of the mesh."""
     if options.keep and not (options.compile or options.audit):
         raise ConfigError(
             "there is no program to keep", where=f"keep={options.keep}", cure="add --compile"
         )
+    layout_changes(options.explain)
+    if options.sweep:
+        swept_sizes(options.sweep)
+
+
+def run_plan(options: PlanOptions, config: RunConfig) -> int:
+    """`shardtrain plan`: 0 it fits, 4 it does not, 5 a promise is broken."""
+    _check_words(options)
     chips = read_chips(options.chips) if options.chips else CHIPS
+    if options.compile or options.audit:  # which are those of the config's own layout
+        check_mesh(config, parse_cluster(options.target, chips))
     plan = make_plan(
         config,
         options.cluster,
@@ -334,7 +424,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         plan = replace(plan, program=compiled_program(plan, config, seconds=options.seconds))
     others = []
     if options.explain:
-        layout = other_layout(plan, options.explain)
+        layout = other_layout(plan, options.explain, _choices(plan, config))
         resolve_mesh(with_layout(config, layout), plan.cluster.num_devices)
         others.append(candidate(plan.workload, layout, plan.cluster))
     swept = options.sweep

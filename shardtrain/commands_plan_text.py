@@ -22,6 +22,10 @@ def show(plan: Plan, console: Console) -> None:
         f"{plan.size} on {plan.cluster}\n",
         markup=False,
     )
+    if plan.refused:
+        words = f"not this config's own layout: {plan.refused}"
+        console.print(words, markup=False, soft_wrap=True)
+        console.print(f"{'the best' if plan.fits else 'the smallest'} layout instead:")
     show_candidate(plan, plan.own, console)
     if not plan.fits:
         console.print(memory_help(plan), markup=False)
@@ -100,7 +104,7 @@ def _show_found(plan: Plan, found: Found, console: Console) -> None:
     unit, scale = _unit(max((c.memory.total for c in found.best), default=2**30))
     table = Table("best layouts", "s a step", unit, "largest part", box=None)
     for c in found.best:
-        mark = " (this config)" if c.layout == plan.own.layout else ""
+        mark = " (this config)" if c.layout == plan.own.layout and not plan.refused else ""
         table.add_row(
             f"{c.layout}{mark}",
             f"{c.cost.low.total:.3g}-{c.cost.high.total:.3g}",
@@ -173,7 +177,8 @@ def show_points(plan: Plan, points: tuple[Point, ...], console: Console) -> None
     for point in points:
         best = point.best
         if best is None:
-            table.add_row(str(point.value), "does not fit")
+            words = "does not fit" if point.legal else "no layout is legal"
+            table.add_row(str(point.value), words)
             continue
         cells = [
             str(point.value),

@@ -220,6 +220,27 @@ def load_config(
     Raises:
         ConfigError: A key, a value or a combination is wrong; all faults found are in the message.
     """
+    config = assemble(source, overrides)
+    raise_all(config_faults(config, config.mesh.model_dump()))
+    return config
+
+
+def assemble(
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Read a config whose sections are right each by itself; what spans them is not looked at.
+
+    Args:
+        source: As `load_config` takes it.
+        overrides: As there.
+
+    Returns:
+        The config, for whoever has more to say of it first; `config_faults` has the rest.
+
+    Raises:
+        ConfigError: A key or a value is wrong.
+    """
     raw, places, name = read_source(source)
     for key, value in (overrides or {}).items():
         put(raw, key, value)
@@ -234,9 +255,7 @@ def load_config(
     named = run.model_copy(update={"name": run.name or name})
     if not run.dir:
         named = named.model_copy(update={"dir": f"runs/{named.name}"})
-    config = config.model_copy(update={"run": named})
-    raise_all(config_faults(config, config.mesh.model_dump()))
-    return config
+    return config.model_copy(update={"run": named})
 
 
 def to_toml(config: RunConfig) -> str:
@@ -503,6 +522,7 @@ def _language_faults(config: LanguageRunConfig, degrees: Mapping[str, int]) -> l
         config.sharding,
         config.pipeline,
         degrees,
+        settled=bool(config.run.init),
     )
 
 
@@ -517,7 +537,13 @@ def _image_faults(config: ImageRunConfig, degrees: Mapping[str, int]) -> list[Co
 
 def _bert_faults(config: BertRunConfig, degrees: Mapping[str, int]) -> list[ConfigError]:
     return bert_faults(
-        config.model, config.data, config.train, config.sharding, config.pipeline, degrees
+        config.model,
+        config.data,
+        config.train,
+        config.sharding,
+        config.pipeline,
+        degrees,
+        settled=bool(config.run.init),
     )
 
 

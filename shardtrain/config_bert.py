@@ -23,6 +23,8 @@ def bert_faults(
     sharding: ShardingConfig,
     pipeline: PipelineConfig,
     degrees: Degrees,
+    *,
+    settled: bool,
 ) -> list[ConfigError]:
     """Return every fault of such a run.
 
@@ -33,6 +35,7 @@ def bert_faults(
         sharding: Rules and sequence parallelism.
         pipeline: How stages share the layers.
         degrees: Degree of each mesh axis; -1 where it is still open.
+        settled: Whether the model is that of weights.
 
     Returns:
         One error per fault, none when all is well.
@@ -41,7 +44,7 @@ def bert_faults(
     return [
         *_tokenizer(data),
         *layer_precision_faults(train.precision, stack),
-        *model_faults(stack, text),
+        *model_faults(stack, text, settled=settled),
         *layout_faults(stack, text, sharding, degrees, train.microbatches, vocab),
         *_unknown(train, degrees),
         *stage_faults(stack, text, train, pipeline, degrees["pipeline"], vocab),

@@ -8,19 +8,19 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 
 from shardtrain.checkpoint import folder
 from shardtrain.data.config import LEARNED
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, raise_all
 from shardtrain.interop.hf_config import CONFIG_FILE, TOKENIZER_FILE, read_folder
 from shardtrain.models.config import BertConfig, DlrmConfig, TransformerConfig, TwoTowerConfig
 from shardtrain.train.rundir import RESOLVED, checkpoints_in
 
 _KEY = "run.init"
-_FREE = (
+FREE: Final = (
     *("dropout", "attention_dropout", "attention", "layer_loop"),
     *("table_optimizer", "table_rate", "table_epsilon", "freeze_tables"),
 )
@@ -94,19 +94,36 @@ def inherit(raw: Mapping[str, Any]) -> dict[str, Any]:
         return sections  # a run that goes on has its whole model written down
     origin = find_origin(name)
     theirs, tokenizer = _theirs(origin)
-    for key, value in model.items():
-        if key in theirs and key not in _FREE and theirs[key] != value:
-            raise ConfigError(
-                f"the weights of {_KEY} are of another model",
-                where=f"model.{key}",
-                value=str(value),
-                allowed=str(theirs[key]),
-                cure=f"leave model.{key} out: it is taken from {name}",
-            )
+    settled = {key: value for key, value in theirs.items() if key not in FREE}
+    raise_all(other_model(model, settled, _KEY, f"it is taken from {name}")[:1])
     sections["model"] = {**theirs, **model}
     if tokenizer and _takes(data.get("tokenizer"), origin, tokenizer):
         sections["data"] = {**data, "tokenizer": tokenizer}
     return sections
+
+
+def other_model(
+    given: Mapping[str, Any], settled: Mapping[str, Any], weights: str, why: str
+) -> list[ConfigError]:
+    """Return what is asked of a model and does not agree with its weights.
+
+    Args:
+        given: Keys of the model that somebody wrote.
+        settled: Keys that the weights settle.
+        weights: What names the weights.
+        why: Why such a key may be left out.
+    """
+    return [
+        ConfigError(
+            f"the weights of {weights} are of another model",
+            where=f"model.{key}",
+            value=str(value),
+            allowed=str(settled[key]),
+            cure=f"leave model.{key} out: {why}",
+        )
+        for key, value in given.items()
+        if key in settled and settled[key] != value
+    ]
 
 
 def _takes(given: Any, origin: Origin, tokenizer: str) -> bool:

@@ -48,6 +48,8 @@ def language_faults(
     sharding: ShardingConfig,
     pipeline: PipelineConfig,
     degrees: Degrees,
+    *,
+    settled: bool,
 ) -> list[ConfigError]:
     """Return every fault of such a run.
 
@@ -59,6 +61,7 @@ def language_faults(
         sharding: Rules and sequence parallelism.
         pipeline: How stages share the layers.
         degrees: Degree of each mesh axis; -1 where it is still open.
+        settled: Whether the model is that of weights.
 
     Returns:
         One error per fault, none when all is well.
@@ -68,7 +71,7 @@ def language_faults(
         *_token_faults(data),
         *layer_precision_faults(train.precision, model),
         *_vocabulary_faults(model, data, vocab),
-        *model_faults(model, data),
+        *model_faults(model, data, settled=settled),
         *layout_faults(model, data, sharding, degrees, train.microbatches, vocab),
         *_loss_faults(task, data, degrees["context"]),
         *stage_faults(model, data, train, pipeline, degrees["pipeline"], vocab),

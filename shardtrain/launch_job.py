@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from shardtrain.config import RunConfig, resolve_mesh
-from shardtrain.errors import ConfigError, unwritable
+from shardtrain.config import RunConfig, config_faults, resolve_mesh
+from shardtrain.errors import ConfigError, ShardingError, UserError, unwritable
 from shardtrain.sharding.devices import expected_devices
 
 
@@ -167,6 +167,27 @@ def need_processes(options: LaunchOptions) -> int:
         allowed="1 and more",
         cure="add -n 2",
     )
+
+
+def device_faults(config: RunConfig, processes: int) -> list[UserError]:
+    """Return why the degrees of the mesh do not make up the devices, where those are known.
+
+    What else is wrong with these degrees would be said of a mesh that cannot be, so a fault of the
+    devices comes before it; but for `data`, whose degree then is another one.
+
+    Args:
+        config: The config, of sections that are right each by itself.
+        processes: Processes of the run, on machines like this one.
+    """
+    devices = config.run.cpu_devices
+    expected = None if devices % processes else expected_devices(devices // processes)
+    if expected is None:
+        return []
+    try:
+        config.mesh.degrees(expected * processes)
+    except ShardingError as fault:
+        return [*config_faults(config, config.mesh.model_dump() | {"data": -1}), fault]
+    return []
 
 
 def check_devices(config: RunConfig, processes: int) -> None:

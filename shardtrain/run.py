@@ -25,6 +25,7 @@ from shardtrain.config import (
 from shardtrain.data.loader import Samples, batch_on_device, evaluation_on_device
 from shardtrain.data.sources import DataInfo
 from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.errors import raise_all
 from shardtrain.run_program import make_program, make_report
 from shardtrain.run_remat import choose_remat
 from shardtrain.run_weights import check_weights, require_tokenizer, weights_of
@@ -202,7 +203,7 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
             overlap=config.train.overlap,
         )
         devices = jax.devices()
-    resolve_mesh(config, len(devices))
+    degrees = resolve_mesh(config, len(devices))
     offload = config.offload
     if "host" in (offload.optimizer, offload.master, offload.parameters):
         require_host_memory(devices)
@@ -210,10 +211,13 @@ def build(config: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> 
         require_disk(devices)
     if isinstance(config, LanguageRunConfig) and known_vocab(config) is not None:
         require_tokenizer(config)
-    known = work_of(config).known_size()
+    work = work_of(config)
+    known = work.known_size()
     if begins := bool(config.run.init) and not complete_steps(checkpoints_in(config.run.dir)):
         _check_init(config, known, devices)  # before data is prepared, perhaps for hours
-    data, validation, info = work_of(config).open_data(_say)
+    data, validation, info = work.open_data(_say)
+    counted = isinstance(info, DataInfo) and not info.tokenizer_name
+    raise_all(work.size_faults(info.vocab_size, degrees, counted=counted))
     if begins and known is None:
         _check_init(config, info.vocab_size, devices)
     config, choice = choose_remat(config, info.vocab_size, devices)

@@ -3,10 +3,12 @@
 Owns: these answers. Does not own: the interface (`run_work`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jax.sharding import AbstractMesh, Mesh
 
+from shardtrain.errors import ConfigError
 from shardtrain.models.lora import Training
 from shardtrain.optim.tables import RowRule, RowSgd
 from shardtrain.sharding.rules import Table
@@ -31,6 +33,13 @@ class WorkDefaults:
     def notes(self) -> tuple[str, ...]:
         """None."""
         return ()
+
+    def size_faults(
+        self, found: int, degrees: Mapping[str, int], *, counted: bool = False
+    ) -> list[ConfigError]:
+        """What the data tells is not split."""
+        del found, degrees, counted
+        return []
 
     def training(self) -> Training | None:
         """As `[lora]` says."""

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.config import RunConfig
+from shardtrain.errors import raise_all
 from shardtrain.models.config import LoraConfig
 from shardtrain.models.lora import Everything, Lora, Training, choose_matrices
 from shardtrain.models.transformer import MATRICES
@@ -47,10 +48,14 @@ def make_program(
         vocab_size: tokens, or classes, of the data; those of `[model]` go first.
         devices: devices to use, all of them; by default every device.
         mesh: a mesh to use instead, which may be abstract.
+
+    Raises:
+        UserError: there is no such mesh, or it does not divide the vocabulary of the data.
     """
     mesh = mesh or make_mesh(**config.mesh.model_dump(), devices=devices)
     work = work_of(config)
     size = work.size(vocab_size)
+    raise_all(work.size_faults(size, dict(mesh.shape)))
     sharding = config.sharding
     dtypes = policy(config.train.precision)
     compute = compute_table(sequence_parallel=sharding.sequence_parallel, overrides=sharding.rules)

@@ -4,10 +4,14 @@ Owns: counts of a batch, and how microbatches go through the layers. Does not ow
 tasks and their data (`run_language`, `run_bert`).
 """
 
+from collections.abc import Mapping
+
 from jax.sharding import AbstractMesh, Mesh
 
 from shardtrain.config import TextRunConfig
+from shardtrain.errors import ConfigError
 from shardtrain.models.config import TransformerConfig
+from shardtrain.plan.layout import vocabulary_faults
 from shardtrain.plan.stages import make_stages
 from shardtrain.run_defaults import WorkDefaults
 from shardtrain.sharding.mesh import mesh_platform
@@ -46,6 +50,13 @@ class TextWork(WorkDefaults):
     def size(self, found: int) -> int:
         """`model.vocab_size` goes before what the data has."""
         return self.config.model.vocab_size or found
+
+    def size_faults(
+        self, found: int, degrees: Mapping[str, int], *, counted: bool = False
+    ) -> list[ConfigError]:
+        """A vocabulary whose rows the mesh does not divide."""
+        sharding = self.config.sharding
+        return vocabulary_faults(self.stack, sharding, degrees, found, counted=counted)
 
     def runner(self, mesh: Mesh | AbstractMesh, size: int) -> Runner:
         """Microbatches one after another, or in a pipeline."""

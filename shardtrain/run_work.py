@@ -20,6 +20,7 @@ from shardtrain.config import (
     TwoTowerRunConfig,
 )
 from shardtrain.data.loader import Rows, Samples
+from shardtrain.errors import ConfigError
 from shardtrain.models.lora import Training
 from shardtrain.optim.tables import RowRule
 from shardtrain.run_bert import BertWork
@@ -97,6 +98,14 @@ class Work(Protocol):
 
     def size(self, found: int) -> int:
         """The size of the model, for data of that size."""
+
+    def size_faults(
+        self, found: int, degrees: Mapping[str, int], *, counted: bool = False
+    ) -> list[ConfigError]:
+        """Why a size that only the data has told cannot be split over a mesh.
+
+        `counted`: whether it is the largest number there and one.
+        """
 
     def open_data(self, say: Say) -> tuple[Samples, Samples | None, Info]:
         """Training data, validation data (None where there is none) and what they are.

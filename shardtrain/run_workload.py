@@ -4,6 +4,7 @@ Owns: which parts of a config are work and which are layout. Does not own: what 
 (`shardtrain.plan`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.config import LanguageRunConfig, RunConfig
@@ -67,7 +68,15 @@ def layout_of(config: RunConfig, num_devices: int) -> Layout:
     Raises:
         UserError: its mesh does not fit so many devices.
     """
-    degrees = config.mesh.degrees(num_devices)
+    return _layout(config, config.mesh.degrees(num_devices))
+
+
+def choices_of(config: RunConfig) -> Layout:
+    """A config's own choices, for devices that its mesh does not fit; `data` is left at 1."""
+    return _layout(config, config.mesh.model_dump() | {"data": 1})
+
+
+def _layout(config: RunConfig, degrees: Mapping[str, int]) -> Layout:
     pipeline, train, sharding = config.pipeline, config.train, config.sharding
     return Layout(
         **degrees,

@@ -67,6 +67,8 @@ def test_help_does_not_import_jax(command: str | None) -> None:
     [
         (("train", "--mesh.tensor", "3"), "model.num_heads=4 is not divisible by 3"),
         (("train", "--mesh.data", "2"), "the product is 4, but there are 8 devices"),
+        (("train", "--mesh.data", "3"), "mesh: the product is 6, but there are 8 devices"),
+        (("train", "--mesh.tensor", "5"), "mesh: 5 does not divide 8 devices"),
         (("verify", "--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
         (("config", "--placement", "--mesh.tensor", "3"), "use 1, 2 or 4"),
         (("bench", "nowhere.toml"), "nowhere.toml: there is no such file"),
@@ -80,6 +82,8 @@ def test_a_refusal_does_not_import_jax(words: tuple[str, ...], message: str) -> 
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    # a degree that the devices forbid is not taken for what the batch must divide by
+    assert "data.batch_size" not in result.stderr
 
 
 def test_the_package_does_not_import_jax() -> None:

@@ -410,7 +410,8 @@ def test_the_message_of_the_design() -> None:
         ),
         (
             {"model.max_length": 16},
-            "model.max_length=16: data.sequence_length=32 is longer than the position table",
+            "model.max_length=16: data.sequence_length=32 is longer than the position table; use "
+            "32 or more, or 0 for just that; or data.sequence_length=16 or less",
         ),
         (
             {"model.num_heads": 5},

@@ -216,6 +216,18 @@ def test_weights_of_another_model_are_refused(folder: Path, base: Path) -> None:
         load_config(tune(folder, "x", base / "checkpoints" / "77"))
 
 
+def test_a_length_that_the_weights_have_no_positions_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model cannot change, so the data is named; the shipped config has 256 tokens."""
+    words = ["config", "finetune_lora", "--run.init", str(MODELS / "gpt2"), "--json"]
+    assert cli.main(words) == 2
+    told = "data.sequence_length=256: the weights have 40 positions; use 40 or less\n"
+    assert capsys.readouterr().err == told
+    assert cli.main([*words, "--data.sequence_length", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["max_length"] == 40
+
+
 def test_flags_alone_are_enough(
     folder: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

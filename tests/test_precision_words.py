@@ -74,6 +74,39 @@ def test_what_cannot_be_is_refused(text: str, words: str) -> None:
     assert "train.precision" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("bf16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("bf16-mixed", "bfloat16"),
+        ("mixed_bfloat16", "bfloat16"),
+        ("fp16", "float16"),
+        ("16-mixed", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        ("double", "float64"),
+        ("int8", "fp8"),
+        ("float8_e4m3fn", "fp8"),
+        ("bfloat", "bfloat16"),
+        ("params=fp32,compute=bf16", "float32"),
+        ("float32,compute=bf16", "bfloat16"),
+        ("products=float8", "fp8"),
+        ("param=float32", "params"),
+    ],
+)
+def test_other_spellings_lead_to_ours(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_precision(text)
+    assert caught.value.cure == f'did you mean "{meant}"?'
+
+
+def test_what_is_like_nothing_gets_no_guess() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_precision("quick")
+    assert caught.value.cure == ""
+
+
 def test_a_second_moment_that_would_never_decay_is_refused() -> None:
     """O-14: 0.999 x in bfloat16 is x; by chance, or with a smaller beta2, it does decay."""
     keys = {"train.precision": "bfloat16,moments=bfloat16", "optimizer.beta2": 0.999}

@@ -82,7 +82,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
         RunDirectory(tmp_path / "file" / "run")
     assert str(caught.value).startswith("run.dir: the run directory cannot be written\n")
     assert "Not a directory" in str(caught.value)
-    assert "to do: take a run.dir on a disk that you may write" in str(caught.value)
+    assert "to do: take another run.dir, on a disk that you may write" in str(caught.value)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is a file, and a run has a directory") as caught:
+        RunDirectory(path)
+    assert caught.value.value == str(path)
+    assert path.read_text() == "mine"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

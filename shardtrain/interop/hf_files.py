@@ -187,6 +187,9 @@ def write_files(
 
     Returns:
         The files: one, or several and an index.
+
+    Raises:
+        CheckpointError: a file cannot be written.
     """
     sizes = {n: int(np.prod(s)) * DTYPES[dtype].itemsize for n, (s, dtype) in shapes.items()}
     groups: list[list[str]] = [[]]
@@ -205,7 +208,10 @@ def write_files(
             found, tensor = next(coming)
             assert found == name, (found, name)
             held[name] = tensor
-        save_file(held, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(held, folder / file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:  # such as a full disk
+            raise CheckpointError(f"cannot be written: {error}", where=str(folder / file)) from None
     paths = [folder / file for file in names]
     if len(groups) > 1:
         weight_map = {n: f for f, group in zip(names, groups, strict=True) for n in group}

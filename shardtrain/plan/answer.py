@@ -41,13 +41,15 @@ class Plan:
     cluster: Cluster
     workload: Workload
     own: Candidate
-    """The config's layout."""
+    """The config's layout; where it is `refused`, the best that was found instead."""
     found: Found | None = None
     """Others, if they were searched."""
     program: Program | None = None
     price: float | None = None
     """Of one device for an hour, if there is any."""
     notes: tuple[str, ...] = field(default=())
+    refused: str = ""
+    """Why the config's own layout is not legal on the cluster; empty = it is."""
     tight: bool = False
     """Whether a real run has shown that it does not fit, whatever the figures say."""
 
@@ -74,7 +76,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the config's own layout fits."""
+        """Whether the layout fits that is planned."""
         return self.needed <= self.room and not self.tight
 
     @cached_property
@@ -138,6 +140,7 @@ class Plan:
         return {
             "target": str(self.cluster),
             "fits": self.fits,
+            "refused": self.refused,
             "parameters": self.workload.num_parameters,
             "layout": asdict(own.layout),
             "bytes_per_device": _rounded(own.memory.by_class()),
@@ -203,6 +206,8 @@ class Point:
     """None where nothing fits."""
     tokens: int
     """Of a step."""
+    legal: bool = True
+    """Whether there is any layout, whatever it takes."""
 
     def price_of_tokens(self, price: float, tokens: float = 1e9) -> float:
         """What so many tokens cost, at a price of one device for an hour."""

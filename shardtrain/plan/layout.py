@@ -75,12 +75,15 @@ def listed(values: Sequence[object]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError]:
+def model_faults(
+    model: TransformerConfig, data: DataConfig, *, settled: bool = False
+) -> list[ConfigError]:
     """Return what is impossible about a model, whatever the mesh.
 
     Args:
         model: The model's section.
         data: The data's section; the sequence must fit the position table.
+        settled: Whether the model is that of weights, so that only the data can change.
 
     Returns:
         One error per fault, none when all is well.
@@ -127,14 +130,22 @@ def model_faults(model: TransformerConfig, data: DataConfig) -> list[ConfigError
             )
         )
     if model.position == "learned" and 0 < model.max_length < data.sequence_length:
-        faults.append(
-            ConfigError(
-                f"data.sequence_length={data.sequence_length} is longer than the position table; "
-                f"use {data.sequence_length} or more, or 0 for just that",
-                where=f"model.max_length={model.max_length}",
-            )
-        )
+        faults.append(_too_long(model.max_length, data.sequence_length, settled=settled))
     return faults
+
+
+def _too_long(positions: int, length: int, *, settled: bool) -> ConfigError:
+    """A sequence that the table of positions does not have; the cure is what is still open."""
+    if settled:
+        return ConfigError(
+            f"the weights have {positions} positions; use {positions} or less",
+            where=f"data.sequence_length={length}",
+        )
+    return ConfigError(
+        f"data.sequence_length={length} is longer than the position table; use {length} or more, "
+        f"or 0 for just that; or data.sequence_length={positions} or less",
+        where=f"model.max_length={positions}",
+    )
 
 
 def layout_faults(
@@ -199,6 +210,37 @@ def batch_faults(
     split = _split(sharding, degrees, "batch", ("replica", "data"))
     fault = _batch(batch_size, split, microbatches)
     return [] if fault is None else [fault]
+
+
+def vocabulary_faults(
+    model: TransformerConfig,
+    sharding: ShardingConfig,
+    degrees: Degrees,
+    vocab_size: int,
+    *,
+    counted: bool = False,
+) -> list[ConfigError]:
+    """Return why a vocabulary that only the data has told cannot be split over a mesh.
+
+    Args:
+        model: The model's section.
+        sharding: Rules that replace others.
+        degrees: Degree of each mesh axis.
+        vocab_size: Tokens of the data.
+        counted: Whether that is the largest token there and one, since nobody knows the tokenizer.
+
+    Returns:
+        One error, or none.
+    """
+    fault = _vocabulary(model, _split(sharding, degrees, "vocab", ("tensor",)), vocab_size)
+    if fault is None:
+        return []
+    if counted and not model.vocab_size:
+        fault.message += (
+            f". The data has no tokenizer, so its {vocab_size} tokens are the largest of them and "
+            "one; data.tokenizer or model.vocab_size says how many there are"
+        )
+    return [fault]
 
 
 def _split(

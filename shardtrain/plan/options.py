@@ -18,7 +18,8 @@ class PlanOptions:
     """The cluster: CHIP:HOSTSxCHIPS, such as h100:64x8; docs/hardware.md lists the chips. "" =
     h100:1x8."""
     search: bool = True
-    """Whether to look at all other layouts too; `--no_search` = only at the config's own."""
+    """Whether to look at all other layouts too; `--no_search` = only at the config's own, which
+    must be legal on the target then."""
     top: int = 10
     """Layouts to print."""
     objective: Literal["time", "memory", "cost"] = "time"

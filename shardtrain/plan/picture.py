@@ -72,14 +72,14 @@ def draw(plan: Plan) -> Any:
 
 
 def _drawn(plan: Plan) -> list[Candidate]:
-    """The config's layout, then the best others."""
+    """The layout that is planned, then the best others."""
     others = [c for c in (plan.found.best if plan.found else ()) if c.layout != plan.own.layout]
     return [plan.own, *others[: MOST - 1]]
 
 
 def _label(plan: Plan, candidate: Candidate) -> str:
     words, mark = str(candidate.layout), ""
-    if candidate.layout == plan.own.layout:
+    if candidate.layout == plan.own.layout and not plan.refused:
         mark = "this config: "
     head, _, tail = words.partition(", ")
     return f"{mark}{head}\n{tail}"

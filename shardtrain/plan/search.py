@@ -6,6 +6,7 @@ what fits (`memory`), how fast it is (`cost`).
 Every layout is looked at with rough figures first; those that lead are then worked out in full.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ class Found:
     tried: int
     """Legal layouts that were looked at."""
     seconds: float
+    smallest: Layout | None = None
+    """The legal layout that takes least of a device, whether or not it fits; None = none is."""
 
 
 def room(cluster: Cluster) -> float:
@@ -88,6 +91,7 @@ def search(
     own: Layout | None = None,
     objective: str = "time",
     keep: int = 10,
+    shared: bool = False,
 ) -> Found:
     """Looks at all layouts.
 
@@ -98,6 +102,7 @@ def search(
         objective: "time", "memory" or "cost"; on a given cluster the cost of a step goes by its
             time.
         keep: how many of the best to return.
+        shared: whether devices may share a sequence; with `own` that does so they may anyway.
 
     Returns:
         The best, worked out in full, and the reasons for the families that have none of them.
@@ -108,13 +113,15 @@ def search(
     families = _Families(room(cluster))
     fitting: list[Candidate] = []
     tried = 0
-    shared = own is not None and own.context > 1
+    smallest: tuple[float, Layout | None] = (math.inf, None)
+    shared = shared or (own is not None and own.context > 1)
     for layout, fault in _layouts(rough, cluster, shared=shared):
         if fault:
             families.illegal(layout, fault)
             continue
         tried += 1
         held = memory(rough, layout)
+        smallest = min(smallest, (held.total, layout), key=lambda pair: pair[0])
         if held.total > families.room:
             families.too_large(layout, held)
             continue
@@ -133,7 +140,23 @@ def search(
         rejected=tuple(r for r in families.reasons() if r.family not in among),
         tried=tried,
         seconds=time.perf_counter() - begun,
+        smallest=smallest[1],
     )
+
+
+def fewest_shards(workload: Workload, cluster: Cluster, *, shared: bool = False) -> int | None:
+    """The fewest data shards that any layout has; a batch of a multiple of them is legal.
+
+    Args:
+        workload: the work, whatever its batch.
+        cluster: where it is to run.
+        shared: whether devices may share a sequence.
+
+    Returns:
+        The number, or None where no mesh is legal.
+    """
+    bases = _judged_bases(workload, cluster, shared=shared)
+    return min((base.shards for base, fault in bases if not fault), default=None)
 
 
 _KEYS: dict[str, Callable[[Candidate], float]] = {
@@ -154,16 +177,22 @@ def _layouts(workload: Workload, cluster: Cluster, *, shared: bool) -> Iterator[
         cluster: where it is to run.
         shared: whether devices may share a sequence.
     """
-    for base in _bases(cluster.num_devices, max(16, cluster.domain), shared=shared):
-        if base.pipeline > workload.model.num_layers:
-            yield base, f"the model has {workload.model.num_layers} layers"
-            continue
-        fault = _fault(workload, base)
+    for base, fault in _judged_bases(workload, cluster, shared=shared):
         if fault:
             yield base, fault
             continue
         for layout in _meshes(base, cluster):
             yield from _rest(workload, layout)
+
+
+def _judged_bases(
+    workload: Workload, cluster: Cluster, *, shared: bool
+) -> Iterator[tuple[Layout, str]]:
+    """All degrees, each with the reason why it is not legal, if it is not; whatever the batch."""
+    layers = workload.model.num_layers
+    for base in _bases(cluster.num_devices, max(16, cluster.domain), shared=shared):
+        deep = base.pipeline > layers
+        yield base, f"the model has {layers} layers" if deep else _fault(workload, base)
 
 
 def _bases(devices: int, most: int, *, shared: bool) -> Iterator[Layout]:

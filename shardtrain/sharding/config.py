@@ -57,12 +57,13 @@ class MeshConfig(BaseModel):
         sizes: dict[str, int] = {name: getattr(self, name) for name in type(self).model_fields}
         others = math.prod(size for name, size in sizes.items() if name != "data")
         devices = f"{num_devices} device" + ("s" if num_devices != 1 else "")
+        verb = "are" if num_devices != 1 else "is"
         if num_devices % others == 0 and self.data in (-1, num_devices // others):
             return sizes | {"data": num_devices // others}
         fault, below = f"{others} does not divide {devices}", num_devices // others * others
         counts = " or ".join(str(count) for count in (below, below + others) if count)
         if self.data != -1:
-            fault = f"the product is {others * self.data}, but there are {devices}"
+            fault = f"the product is {others * self.data}, but there {verb} {devices}"
             counts = str(others * self.data)
         raise ShardingError(
             fault,

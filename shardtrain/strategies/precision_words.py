@@ -6,6 +6,9 @@ dtypes (`precision`). Imports no jax, for a config is checked with it.
 A name may come first, and parts after it change it: "bfloat16,moments=bfloat16".
 """
 
+import difflib
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -80,6 +83,14 @@ ALLOWED: Final = {
     "last": ("0", "1", "2", "..."),
 }
 """Values of each part. What is left out cannot be: in float16 second moments and sums underflow."""
+_SPELLINGS: Final = {
+    **dict.fromkeys(("bf16", "brain"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half", "16"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "tf32", "float", "single", "full", "32"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double", "64"), "float64"),
+    **dict.fromkeys(("f8", "float8", "e4m3", "e5m2", "int8", "8"), "fp8"),
+}
+"""What other trainers write, such as "bf16-mixed" or "fp16"; int8 stands for 8 bits."""
 _COUNTS: Final = ("first", "last")
 _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SLOWEST_DECAY: Final = 2.0**-8
@@ -136,6 +147,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
             where=WHERE,
             value=f'"{name}"',
             allowed=f"{_or(NAMES)}, or parts such as params=float32,compute=bfloat16",
+            cure=_near(name, NAMES),
         )
     given: dict[str, str] = {}
     for part in parts:
@@ -146,15 +158,30 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
                 where=WHERE,
                 value=f'"{part}"',
                 allowed=f"{_or(ALLOWED)}, then =",
+                cure=_near(word, ALLOWED),
             )
         if word in given:
             raise ConfigError(f"{word} is said twice", where=WHERE, value=f'"{text}"')
         if not (value.isdecimal() if word in _COUNTS else value in ALLOWED[word]):
             raise ConfigError(
-                f"{word} cannot be that", where=WHERE, value=f'"{part}"', allowed=_or(ALLOWED[word])
+                f"{word} cannot be that",
+                where=WHERE,
+                value=f'"{part}"',
+                allowed=_or(ALLOWED[word]),
+                cure=_near(value, ALLOWED[word]),
             )
         given[word] = value
     return name, given
+
+
+def _near(text: str, known: Collection[str]) -> str:
+    """The cure for a word that is none of the known ones, where one of them is meant."""
+    for word in re.findall(r"[a-z0-9]+", text.lower()):
+        meant = word if word in known else _SPELLINGS.get(word, "")
+        if meant in known:
+            return f'did you mean "{meant}"?'
+    near = difflib.get_close_matches(text.lower(), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else ""
 
 
 def _refuse_senseless(words: Words, text: str) -> None:

@@ -133,12 +133,13 @@ def check_changes(found: Sequence[Change], *, allow: bool, where: str) -> None:
 class RunDirectory:
     """One run directory, held by one process at a time."""
 
-    def __init__(self, path: str | Path, *, hold: bool = True) -> None:
+    def __init__(self, path: str | Path, *, hold: bool = True, key: str = "run.dir") -> None:
         """Make the directory if it is not there, and take it.
 
         Args:
             path: The run directory.
             hold: Whether this process takes it; of several that share a run only process 0 does.
+            key: What the user gave it with, for messages.
 
         Raises:
             ConfigError: It cannot be made or written, or another process is running in it.
@@ -154,16 +155,23 @@ class RunDirectory:
         except _HeldError as error:
             raise ConfigError(
                 "another process is running in this directory",
-                where="run.dir",
+                where=key,
                 value=f"{self.path}, held by {error}",
-                cure="wait for it, stop it, or take another run.dir",
+                cure=f"wait for it, stop it, or take another {key}",
+            ) from None
+        except FileExistsError:
+            raise ConfigError(
+                "is a file, and a run has a directory",
+                where=key,
+                value=str(self.path),
+                cure=f"take another {key}, or move the file away",
             ) from None
         except OSError as error:
             raise ConfigError(
                 "the run directory cannot be written",
-                where="run.dir",
+                where=key,
                 value=f"{self.path}: {error.strerror or error}",
-                cure="take a run.dir on a disk that you may write",
+                cure=f"take another {key}, on a disk that you may write",
             ) from error
 
     @property

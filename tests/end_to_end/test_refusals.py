@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs import CONFIG
 
@@ -88,6 +89,22 @@ def test_flags(here: Path, capsys: Capture, flags: str, message: str) -> None:
     (here / "empty.txt").touch()
     (here / "empty").mkdir()
     assert message in refusal(capsys, *flags.split())
+
+
+def test_a_vocabulary_that_only_the_data_tells(here: Path, capsys: Capture) -> None:
+    """The same cure as where the config says the size, and where the number comes from."""
+    np.save(here / "ids.npy", np.arange(9000) % 301)
+    flags = ("--data.path", "ids.npy", "--mesh.tensor", "2")
+    assert cli.main(["train", "tiny.toml", *flags]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (  # after what has been prepared
+        "mesh.tensor=2: the vocabulary's 301 rows are not divisible by 2; set "
+        "model.vocab_multiple = 2 (pads to 302), or use 1, 7, 43 or 301. The data has no "
+        "tokenizer, so its 301 tokens are the largest of them and one; data.tokenizer or "
+        "model.vocab_size says how many there are"
+    )
+    words = ["plan", "tiny.toml", *flags, "--target", "h100:1x2", "--no-search"]
+    assert cli.main(words) == 2
+    assert "set model.vocab_multiple = 2 (pads to 302)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

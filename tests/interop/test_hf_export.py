@@ -1,5 +1,6 @@
 """What is exported: the same tensors bit for bit, files that transformers loads, or a refusal."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import cli
+from shardtrain.interop import hf_files
 from shardtrain.interop.hf_files import INDEX, WeightFiles, write_files
 from tests.interop.imported import MODELS, NAMES, logits_of, run_import, tensors_in
 
@@ -132,12 +134,39 @@ def test_a_model_of_no_family_is_refused(
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_import(MODELS / "llama", tmp_path / "run") == 0
+    (tmp_path / "file").write_text("mine")
+    capsys.readouterr()
+    for out, words in ((tmp_path / "file" / "hf", "Not a directory"), ("/proc/hf", "No such file")):
+        assert cli.main(["export", str(tmp_path / "run"), "--out", str(out)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0].startswith(f"--out: cannot be made: {words}")
+        assert lines[1:] == [
+            f"  value: {out}",
+            "  to do: take a folder on a disk that you may write",
+        ]
+
+
 def test_a_run_without_checkpoint_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["export", "quickstart", "--run.dir", str(tmp_path), "--out", str(tmp_path / "hf")]
     assert cli.main([*words, "--model.position", "learned"]) == 2
     assert "no complete checkpoint" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_no_more_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_import(MODELS / "llama", tmp_path / "run") == 0
+    monkeypatch.setattr(hf_files, "save_file", full)
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 2
+    assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_large_exports_are_cut(tmp_path: Path) -> None:

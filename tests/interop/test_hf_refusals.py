@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardtrain import cli
+from shardtrain.config import load_config
 from tests.interop.imported import MODELS, run_import
 
 Change = Callable[[Path], None]
@@ -292,6 +293,47 @@ def test_an_import_whose_weights_are_gone_is_not_drawn(
 def test_a_mesh_that_does_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_import(MODELS / "llama", tmp_path / "run", "--mesh.tensor", "4") == 2
     assert "mesh.tensor=4: model.num_kv_heads=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "theirs"),
+    [
+        ("llama", "rope_theta", "5.0", "10000.0"),
+        ("llama", "norm_epsilon", "0.1", "1e-06"),
+        ("llama", "num_layers", "3", "2"),
+        ("llama", "num_heads", "3", "4"),  # which would not divide the width either
+    ],
+)
+def test_the_weights_settle_the_model(
+    name: str, key: str, value: str, theirs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_import(MODELS / name, tmp_path / "run", f"--model.{key}", value) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"model.{key}: the weights of {MODELS / name} are of another model",
+        f"  value: {value}",
+        f"  allowed: {theirs}",
+        f"  to do: leave model.{key} out: config.json there has it",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_padding_and_what_changes_no_meaning_are_free(tmp_path: Path) -> None:
+    flags = ("--model.vocab_multiple", "32", "--model.dropout", "0.3", "--model.num_layers", "2")
+    assert run_import(MODELS / "llama", tmp_path / "run", *flags) == 0
+    model = load_config(tmp_path / "run").model
+    assert (model.vocab_multiple, model.dropout) == (32, 0.3)
+
+
+def test_a_run_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert run_import(MODELS / "llama", file) == 2
+    assert capsys.readouterr().err.startswith("--out: is a file, and a run has a directory\n")
+    assert run_import(MODELS / "llama", file / "run") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("--out: the run directory cannot be written\n")
+    assert "to do: take another --out, on a disk that you may write" in err
+    assert file.read_text() == "mine"
 
 
 def test_one_folder_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

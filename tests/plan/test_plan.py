@@ -385,6 +385,8 @@ def test_a_run_that_is_out_of_memory_is_told_what_would_do(
         (["--target", "h100:1x8", "--explain", "colour=2"], "is no choice of a layout"),
         (["--target", "h100:1x8", "--explain", "tensor=16"], "tensor"),
         (["--target", "h100:1x8", "--sweep", "width=3"], "is not a sweep"),
+        (["--target", "h100:16x8", "--explain", "colour=2"], "is no choice of a layout"),
+        (["--target", "h100:16x8", "--sweep", "width=3"], "is not a sweep"),
         (["--target", "h100:1x8", "--objective", "cost"], "is not known"),
         (["--target", "h100:1x8", "--picture", "plan.gif"], "is no kind of picture"),
         (["--target", "h100:1x8", "--keep", "kept"], "there is no program to keep"),
@@ -405,6 +407,60 @@ def test_bad_input_ends_with_2(
     assert len(told.err.splitlines()) < 24
     assert "Traceback" not in told.err
     assert told.out == ""
+
+
+def test_the_own_layout_need_not_be_legal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is best does not depend on it; the reason is said, and the best is written."""
+    out = tmp_path / "best.toml"
+    config = written(tmp_path, **{"mesh.data": 4, "sharding.zero": 1})
+    words = ["plan", config, "--target", "h100:1x8", "--top", "1"]
+    asked = ["--explain", "tensor=2", "--sweep", "batch_size=1", "--out", str(out)]
+    assert main([*words, *asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["refused"] == "mesh: the product is 4, but there are 8 devices"
+    assert answer["fits"] is True
+    assert answer["layout"] == answer["best"][0]["layout"]
+    assert layout_of(load_config(out), 8) == Layout(**answer["layout"])
+    # what is explained are changes to the config's own choices
+    explained = Layout(**answer["explained"][0]["layout"])
+    assert explained == Layout(data=4, tensor=2, zero=1)
+    # a batch of one goes through a pipeline or one model split over all
+    assert all(point["fits"] for point in answer["sweep"])
+    # the same work with a layout that is legal has the same answer
+    assert main([*words, "--mesh.data", "8", "--json"]) == 0
+    legal = json.loads(capsys.readouterr().out)
+    assert (legal["refused"], legal["layout"]["data"]) == ("", 8)
+    assert legal["best"] == answer["best"]
+
+
+def test_no_layout_of_so_small_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 heads and 8 layers leave 512 / 8 / 8 data shards at least, whatever the layout."""
+    words = ["plan", written(tmp_path, **{"data.batch_size": 4}), "--target", "h100:64x8"]
+    assert main(words) == 2
+    told = "over 512 devices: as far as the model divides, at least 8 data shards are left; use 8"
+    assert told in capsys.readouterr().err
+
+
+def test_neither_legal_nor_fitting_ends_with_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path, **{"model.embed_dim": 16384, "mesh.data": 4})
+    assert main(["plan", config, "--target", "l4:1x2"]) == 4
+    text = capsys.readouterr().out
+    assert "not this config's own layout: mesh: the product is 4, but there are 2 devices" in text
+    assert "the smallest layout instead" in text
+    assert "(this config)" not in text
+    assert "does NOT fit" in text
+
+
+def test_a_program_is_that_of_the_own_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", written(tmp_path, **{"mesh.data": 4}), "--target", "h100:1x8", "--compile"]
+    assert main(words) == 2
+    assert "the product is 4, but there are 8 devices" in capsys.readouterr().err
 
 
 def test_explained_layouts_are_read_or_refused() -> None:
