@@ -406,7 +406,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     _check_words(options)
     chips = read_chips(options.chips) if options.chips else CHIPS
     if options.compile or options.audit:  # which are those of the config's own layout
-        check_mesh(config, parse_cluster(options.target, chips))
+        check_mesh(config, parse_cluster(options.cluster, chips))
     plan = make_plan(
         config,
         options.cluster,
@@ -441,7 +441,7 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
         explained = [{**plan.candidate_json(c), "why": plan.why(c)} for c in others]
         told = [_point_json(plan, point) for point in points]
         print(json.dumps({**plan.as_json(), "explained": explained, "sweep": told}))
-        return plan.exit_code
+        return _exit_code(plan, options)
     console = Console(highlight=False, width=WIDTH)
     show(plan, console)
     for other in others:
@@ -450,7 +450,12 @@ def run_plan(options: PlanOptions, config: RunConfig) -> int:
     written = (options.out, options.picture, options.keep if plan.program else "")
     for path in filter(None, written):
         console.print(f"written: {path}", markup=False, soft_wrap=True)
-    return plan.exit_code
+    return _exit_code(plan, options)
+
+
+def _exit_code(plan: Plan, options: PlanOptions) -> int:
+    """A config whose own layout is refused cannot run there: only one that is written can."""
+    return plan.exit_code or (EXIT_DOES_NOT_FIT if plan.refused and not options.out else 0)
 
 
 def _write(plan: Plan, config: RunConfig, out: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardtrain.cli import main
 from shardtrain.commands_plan import make_plan, other_layout
 from shardtrain.config import load_config
-from shardtrain.errors import ConfigError
+from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError
 from shardtrain.plan.cost import cost
 from shardtrain.plan.hardware import parse_cluster
 from shardtrain.plan.memory import memory
@@ -428,6 +428,9 @@ def test_the_own_layout_need_not_be_legal(
     assert explained == Layout(data=4, tensor=2, zero=1)
     # a batch of one goes through a pipeline or one model split over all
     assert all(point["fits"] for point in answer["sweep"])
+    # as it is it cannot run there
+    assert main([*words, "--json"]) == EXIT_DOES_NOT_FIT
+    capsys.readouterr()
     # the same work with a layout that is legal has the same answer
     assert main([*words, "--mesh.data", "8", "--json"]) == 0
     legal = json.loads(capsys.readouterr().out)
