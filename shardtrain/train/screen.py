@@ -148,12 +148,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+class _Console(Console):
+    """A console whose reader may go, such as `head`, which is no reason to end a run."""
+
+    def on_broken_pipe(self) -> None:
+        """Says no more, here and in whatever else would be written to the same place."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def make_console(*, quiet: bool = False, stderr: bool = True) -> Console:
     """A console as everything here writes to it: words as they are, no colours of its own.
 
     Where it is no terminal, and nothing says how wide it is, lines are as long as they are.
     """
-    console = Console(stderr=stderr, highlight=False, emoji=False, quiet=quiet)
+    console = _Console(stderr=stderr, highlight=False, emoji=False, quiet=quiet)
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = _NO_EDGE
     return console

@@ -1,6 +1,8 @@
 """What stands on a terminal, without a run."""
 
 import io
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -39,3 +41,15 @@ def test_a_file_gets_lines_that_are_neither_cut_nor_filled(
     )
     make_console(stderr=False).print(long)
     assert capsys.readouterr().out == f"{long}\n"
+
+
+def test_a_reader_that_goes_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `shardtrain train ... 2>&1 | head` does; a plain write afterwards is no error either."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with Screen(first=0, last=2, every=1) as screen:
+            screen.table("a run", [("folder", "runs/x")])
+            screen.table("a run", [("folder", "runs/x")])
+        print("done", file=stderr, flush=True)
