@@ -26,7 +26,13 @@ def first(precision: str, layout: str = "") -> tuple[float, Any]:
     return float(metrics["loss"]), jax.device_get(of.in_model_order(grads))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.campaign] * (name == "data, microbatches"))
+        for name in LAYOUTS
+    ],
+)
 def test_layouts_agree(layout: str) -> None:
     """With products of float32 numbers rounded to 8 bits, nothing but those is rounded."""
     want, found = first("float32,products=fp8"), first("float32,products=fp8", layout)

@@ -67,18 +67,21 @@ def on_one_device() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"mesh.data": 4, "sharding.zero": 1},
+        pytest.param({"mesh.data": 4, "sharding.zero": 1}, marks=pytest.mark.campaign),
         {"mesh.data": 2, "mesh.tensor": 2, "sharding.zero": 3},
         pytest.param(
             {"mesh.pipeline": 2, "mesh.data": 2, "sharding.zero": 1, "train.microbatches": 2},
             marks=pytest.mark.campaign,
         ),
-        {
-            "mesh.pipeline": 2,
-            "pipeline.schedule": "interleaved",
-            "pipeline.virtual_stages": 2,
-            "train.microbatches": 2,
-        },
+        pytest.param(
+            {
+                "mesh.pipeline": 2,
+                "pipeline.schedule": "interleaved",
+                "pipeline.virtual_stages": 2,
+                "train.microbatches": 2,
+            },
+            marks=pytest.mark.campaign,
+        ),
         pytest.param(
             {"mesh.data": 2, "sharding.zero": 1, "offload.optimizer": "host"},
             marks=pytest.mark.campaign,

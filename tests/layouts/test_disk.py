@@ -26,14 +26,21 @@ WITH_PARAMETERS = {"offload.parameters": "disk", "model.layer_loop": "scan"}
 STATE_HERE = {"offload.optimizer": "device", "offload.master": "device"}
 LORA = {**WITH_PARAMETERS, "lora.rank": 3, "lora.targets": "qkv,out,up,down"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 1, clipped": {"sharding.zero": 1, "optimizer.clip_norm": 0.1},
+    "pipeline 2, zero 1, clipped": {
+        "mesh.pipeline": 2,
+        "sharding.zero": 1,
+        "train.microbatches": 2,
+        "optimizer.clip_norm": 0.1,
+    },
     "zero 3, 4 microbatches, bfloat16, parameters": {
         **WITH_PARAMETERS,
         "sharding.zero": 3,
         "train.microbatches": 4,
         "train.precision": "bfloat16",
     },
-    "pipeline 2, zero 1": {"mesh.pipeline": 2, "sharding.zero": 1, "train.microbatches": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "zero 1, clipped": {"sharding.zero": 1, "optimizer.clip_norm": 0.1},
     "lora, zero 3, 2 microbatches, bfloat16, clipped": {
         **LORA,
         "sharding.zero": 3,
@@ -41,8 +48,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.precision": "bfloat16",
         "optimizer.clip_norm": 0.1,
     },
-}
-MORE: dict[str, dict[str, Any]] = {
     "lora, pipeline 2, zero 1, the base alone": {
         **LORA,
         **STATE_HERE,
