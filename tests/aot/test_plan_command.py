@@ -73,6 +73,7 @@ def test_a_compiler_that_dies_is_told_on_one_screen(
     assert told.out == ""
 
 
+@pytest.mark.campaign
 def test_what_is_kept_is_the_same_twice(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
