@@ -34,7 +34,7 @@ from shardtrain.interop.hf_keys import Keys
 from shardtrain.interop.tensors import Parameter
 from shardtrain.interop.weights import Mapped, map_files, parameters
 from shardtrain.models.config import LoraConfig
-from shardtrain.models.lora import BASE, DOWN, UP, Lora, merge
+from shardtrain.models.lora import BASE, DOWN, UP, Lora, Matrix, merge
 from shardtrain.ops.sums import sum_dtype
 from shardtrain.run_program import make_training
 from shardtrain.run_state import base_of, check_base, is_imported, restore_leaf
@@ -45,6 +45,8 @@ from shardtrain.train.rundir import checkpoints_in
 
 PyTree = Any
 _LAYERS: Final = "layers/"
+_Home = tuple[Checkpointer, int, StepRecord, str]
+"""Checkpoints, a step of them, its record, and the name of a leaf."""
 
 
 class SavedWeights:
@@ -82,19 +84,11 @@ class SavedWeights:
             dtype: what it becomes; None = as it was saved.
             sharding: where it goes; None = the host.
         """
-        inner = path.removeprefix(_LAYERS)
-        if self._lora is None:
-            found = self._own(path, sharding)
-        elif inner not in self._lora.matrices:
-            found = self._frozen(path, sharding)
-        else:
-            matrix, scale = self._lora.matrices[inner], self._lora.scale
-            parts = (
-                self._frozen(f"{path}/{BASE}", sharding),
-                *(self._leaf(f"{path}/{name}", None) for name in (DOWN, UP)),
-            )
-            wide = dtype or sum_dtype(parts[0].dtype)
-            parts = tuple(jnp.asarray(part).astype(wide) for part in parts)
+        found = _restored(*self._home(path), sharding)
+        if self._lora is not None and (matrix := self._matrix(path)) is not None:
+            changes = (_restored(*self._trained(f"{path}/{name}"), None) for name in (DOWN, UP))
+            wide, scale = dtype or sum_dtype(found.dtype), self._lora.scale
+            parts = (jnp.asarray(part).astype(wide) for part in (found, *changes))
             merged = lambda w, a, b: merge(w, a, b, matrix, scale)  # noqa: E731
             found = jax.jit(merged, out_shardings=sharding)(*parts)
         if sharding is None:
@@ -108,32 +102,25 @@ class SavedWeights:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        inner = path.removeprefix(_LAYERS)
-        is_own = not self._has_frozen or f"params/{path}" in self._record.leaves
-        if self._lora is not None and inner in self._lora.matrices:
-            frozen = f"{path}/{BASE}"
-        elif is_own:
-            return _stored(self._checkpoints, self._step, self._record, self._name(path)).shape
-        else:
-            frozen = path
-        return _stored(self._base, 0, self._base_record, f"frozen/{frozen}").shape
+        return _stored(*self._home(path)).shape
 
-    def _own(self, path: str, sharding: Any) -> Any:
-        """A parameter that is trained, or, where there are frozen ones, perhaps one of those."""
+    def _matrix(self, path: str) -> Matrix | None:
+        """How a parameter is used that LoRA changes; None where it does not."""
+        return self._lora.matrices.get(path.removeprefix(_LAYERS)) if self._lora else None
+
+    def _home(self, path: str) -> _Home:
+        """Where a parameter is, without its change: beside the frozen ones, or trained."""
+        if self._matrix(path) is not None:
+            path = f"{path}/{BASE}"
         if self._has_frozen and f"params/{path}" not in self._record.leaves:
-            return self._frozen(path, sharding)
-        return self._leaf(path, sharding)
+            return self._base, 0, self._base_record, f"frozen/{path}"
+        return self._trained(path)
 
-    def _leaf(self, path: str, sharding: Any) -> Any:
-        return _restored(self._checkpoints, self._step, self._record, self._name(path), sharding)
-
-    def _name(self, path: str) -> str:
+    def _trained(self, path: str) -> _Home:
         """The leaf that has most of a parameter that is trained: its master, or itself."""
         master = f"opt_state/master/{path}"
-        return master if master in self._record.leaves else f"params/{path}"
-
-    def _frozen(self, path: str, sharding: Any) -> Any:
-        return _restored(self._base, 0, self._base_record, f"frozen/{path}", sharding)
+        name = master if master in self._record.leaves else f"params/{path}"
+        return self._checkpoints, self._step, self._record, name
 
 
 def _restored(
