@@ -27,7 +27,7 @@ from shardtrain.ops.attention_blocks import (
     softmax,
 )
 from shardtrain.ops.dense import phrasing, transposed
-from shardtrain.ops.dropout import Thinning, kept_of
+from shardtrain.ops.dropout import Thinning, mask_of, thinned
 from shardtrain.ops.ring_attention import ring_attention
 from shardtrain.ops.split_attention import context_degree
 from shardtrain.ops.ulysses import ulysses
@@ -161,8 +161,8 @@ def _forward(
         scores = product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
         at = _along(2, start, stop), _along(3, 0, end)
         scores = _hidden(static, at, segments, slopes, scores)
-        kept = kept_of(thinning, *at, scores.shape)
-        mixed, log_sum = softmax(scores, v[..., :end, :], kept)
+        mask = mask_of(thinning, *at, scores.shape)
+        mixed, log_sum = softmax(scores, v[..., :end, :], mask)
         outs.append(mixed.astype(q.dtype))
         sums.append(log_sum)
     out = _join(outs, 3).transpose(0, 3, 1, 2, 4)
@@ -202,7 +202,7 @@ def _backward_by_rows(static: Static, saved: Saved, g: jax.Array) -> Gradients:
             saved.log_sum[..., start:stop],
             along[..., start:stop],
             partial(_hidden, static, at, saved.segments, slopes),
-            kept_of(saved.thinning, *at, shape),
+            mask_of(saved.thinning, *at, shape),
         )
         dq.append(part.astype(q.dtype))
         for total, part in zip((dk, dv), others, strict=True):
@@ -235,11 +235,10 @@ def _backward_by_keys(static: Static, saved: Saved, g: jax.Array) -> Gradients:
         at = _along(3, first, length), _along(1, start, stop)
         scores = _hidden(static, at, saved.segments, slopes, scores.reshape(shape))
         weights = jnp.exp(scores - saved.log_sum[:, :, None, :, first:])
-        kept = kept_of(saved.thinning, *at, shape, by_keys=True)
-        mixed = product(values, outer, 3, 3).reshape(shape)
-        mixed = kept.of(mixed) if kept else mixed
+        mask = mask_of(saved.thinning, *at, shape, by_keys=True)
+        mixed = thinned(product(values, outer, 3, 3).reshape(shape), mask)
         slope = weights * (mixed - along[:, :, None, :, first:]) * size**-0.5
-        weights = kept.of(weights) if kept else weights
+        weights = thinned(weights, mask)
         slope, weights = (a.astype(q.dtype).reshape(*keys.shape[:3], -1) for a in (slope, weights))
         dk.append(product(slope, queries, 3, 2).astype(k.dtype))
         dv.append(product(weights, outer, 3, 2).astype(v.dtype))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardtrain.ops.dropout import Kept
+from shardtrain.ops.dropout import Mask, thinned
 from shardtrain.ops.sums import sum_dtype
 
 MASKED = -1e30
@@ -90,14 +90,14 @@ def hidden(
 
 
 def softmax(
-    scores: jax.Array, values: jax.Array, kept: Kept | None = None
+    scores: jax.Array, values: jax.Array, mask: Mask | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Mixes values by the softmax of whole rows.
 
     Args:
         scores: [batch, kv_heads, group, rows, keys].
         values: [batch, kv_heads, keys, head_dim].
-        kept: what dropout leaves of the weights, with the dims of `scores`.
+        mask: what dropout leaves of the weights, with the dims of `scores`.
 
     Returns:
         The mixed values [batch, kv_heads, group, rows, head_dim], in the dtype of the scores, and
@@ -106,7 +106,7 @@ def softmax(
     peak = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - peak).astype(values.dtype)
     total = weights.astype(scores.dtype).sum(-1, keepdims=True)
-    weights = kept.of(weights) if kept else weights
+    weights = thinned(weights, mask)
     return product(weights, values, 4, 2) / total, (peak + jnp.log(total))[..., 0]
 
 
@@ -118,7 +118,7 @@ def row_gradients(
     log_sum: jax.Array,
     along: jax.Array,
     hide: Callable[[jax.Array], jax.Array],
-    kept: Kept | None = None,
+    mask: Mask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What some rows and some keys contribute to the gradients of both.
 
@@ -131,7 +131,7 @@ def row_gradients(
             rows].
         along: sums over head_dim of `g` times what the rows got; likewise.
         hide: applied to the scores, as in the forward pass.
-        kept: what dropout leaves, as in the forward pass.
+        mask: what dropout leaves, as in the forward pass.
 
     Returns:
         Gradients of queries, keys and values, in at least 32 bits.
@@ -140,10 +140,9 @@ def row_gradients(
     queries, outer, scale = flat(q), flat(g), q.shape[-1] ** -0.5
     scores = hide((product(queries, keys, 3, 3) * scale).reshape(shape))
     weights = jnp.exp(scores - log_sum[..., None])
-    mixed = product(outer, values, 3, 3).reshape(shape)
-    mixed = kept.of(mixed) if kept else mixed
+    mixed = thinned(product(outer, values, 3, 3).reshape(shape), mask)
     slope = weights * (mixed - along[..., None]) * scale
-    weights = kept.of(weights) if kept else weights
+    weights = thinned(weights, mask)
     slope, weights = (flat(a.astype(q.dtype)) for a in (slope, weights))
     dq = product(slope, keys, 3, 2).reshape(q.shape)
     return dq, product(slope, queries, 2, 2), product(weights, outer, 2, 2)

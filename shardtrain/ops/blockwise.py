@@ -17,7 +17,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from shardtrain.ops.attention_blocks import MASKED, hidden, product, row_gradients, softmax
-from shardtrain.ops.dropout import Kept, Thinning, kept_of
+from shardtrain.ops.dropout import Mask, Thinning, mask_of
 from shardtrain.ops.sums import sum_dtype
 
 BLOCK = 512
@@ -143,7 +143,7 @@ def mix(
         before = lax.dynamic_slice_in_dim(mixed.log_sum, row, size, 3)
         scores = product(queries, keys, 4, 3) * q.shape[-1] ** -0.5
         scores = _seen(scores, sight, row, key, tiles)
-        new, log_sum = softmax(scores, values, _kept(scores.shape, sight, row, key, size))
+        new, log_sum = softmax(scores, values, _mask(scores.shape, sight, row, key, size))
         after = jnp.logaddexp(before, log_sum)
         out = out * jnp.exp(before - after)[..., None] + new * jnp.exp(log_sum - after)[..., None]
         return Mixed(
@@ -184,7 +184,7 @@ def add_gradients(
             log_sum,
             along,
             lambda s: _seen(s, sight, row, key, tiles),
-            _kept((*q.shape[:4], size), sight, row, key, size),
+            _mask((*q.shape[:4], size), sight, row, key, size),
         )
         return Gradients(
             add(sums.q, dq, row, 3), add(sums.k, dk, key, 2), add(sums.v, dv, key, 2)
@@ -193,12 +193,12 @@ def add_gradients(
     return lax.scan(tile, sums, jnp.asarray(tiles.pairs))[0]
 
 
-def _kept(
+def _mask(
     shape: tuple[int, ...], sight: Sight, row: jax.Array, key: jax.Array, size: int
-) -> Kept | None:
+) -> Mask | None:
     """What dropout leaves of the weights of a tile."""
     rows, keys = sight.rows.tile(row, size).places, sight.keys.tile(key, size).places
-    return kept_of(sight.thinning, rows[None, None, :, None], keys[None, None, None, :], shape)
+    return mask_of(sight.thinning, rows[None, None, :, None], keys[None, None, None, :], shape)
 
 
 def _seen(

@@ -75,28 +75,31 @@ class Thinning:
     """Probability that a weight is dropped."""
 
 
-class Kept(NamedTuple):
+class Mask(NamedTuple):
     """Which of some attention weights are kept."""
 
-    mask: Bool[Array, "..."]
+    kept: Bool[Array, "..."]
     scale: float
     """What those are multiplied by."""
 
-    def of(self, weights: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Weights, or gradients of weights, after dropout."""
-        wide = sum_dtype(weights.dtype)
-        scaled = weights.astype(wide) * jnp.asarray(self.scale, wide)
-        return jnp.where(self.mask, scaled, 0).astype(weights.dtype)
+
+def thinned(weights: Float[Array, "..."], mask: Mask | None) -> Float[Array, "..."]:
+    """Weights, or gradients of weights, after dropout; as they are without a mask."""
+    if mask is None:
+        return weights
+    wide = sum_dtype(weights.dtype)
+    scaled = weights.astype(wide) * jnp.asarray(mask.scale, wide)
+    return jnp.where(mask.kept, scaled, 0).astype(weights.dtype)
 
 
-def kept_of(
+def mask_of(
     thinning: Thinning | None,
     rows: Int[Array, "..."],
     keys: Int[Array, "..."],
     shape: tuple[int, ...],
     *,
     by_keys: bool = False,
-) -> Kept | None:
+) -> Mask | None:
     """Which weights of a tile are kept.
 
     A weight's own places make its random bits, so a tile of them, on whatever device, has those of
@@ -114,7 +117,7 @@ def kept_of(
     words = jnp.expand_dims(thinning.words, (2, 4) if by_keys else (3, 4))
     operands = (words[..., 0], words[..., 1], *(at.astype(jnp.uint32) for at in (rows, keys)))
     bits, _ = threefry2x32_p.bind(*(jnp.broadcast_to(x, shape) for x in operands))
-    return Kept(bits >= _threshold(thinning.rate), 1 / (1 - thinning.rate))
+    return Mask(bits >= _threshold(thinning.rate), 1 / (1 - thinning.rate))
 
 
 def thinning(

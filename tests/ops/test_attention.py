@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from shardtrain.ops import attention as module
 from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import Phrasing
-from shardtrain.ops.dropout import kept_of, sample_keys, thinning
+from shardtrain.ops.dropout import mask_of, sample_keys, thinned, thinning
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import compute_table, use_rules
 
@@ -58,8 +58,8 @@ def whole_factors(thinning, length):
     """What it multiplies all weights by: [batch, kv_heads, group, length, length]."""
     at = jnp.arange(length)
     shape = (*thinning.words.shape[:3], length, length)
-    kept = kept_of(thinning, at[None, None, :, None], at[None, None, None], shape)
-    return np.asarray(kept.of(jnp.ones(shape)))
+    mask = mask_of(thinning, at[None, None, :, None], at[None, None, None], shape)
+    return np.asarray(thinned(jnp.ones(shape), mask))
 
 
 def naive(q, k, v, g, segments=None, alibi=None, thinning=None, causal=True):
