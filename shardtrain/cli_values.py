@@ -75,7 +75,14 @@ def choice_of(kind: Any, value: Any, where: str) -> Any:
 
 def _scalar(kind: Any, word: str, where: str) -> Any:
     if kind is bool:
-        return _read(lambda text: _TRUTH[text.lower()], word, where, "true or false")
+        alone = f"alone or as --{where.removeprefix('--')}=true it means true"
+        return _read(
+            lambda text: _TRUTH[text.lower()],
+            word,
+            where,
+            "true or false",
+            cure=f"a word after it is its value; {alone}",
+        )
     if kind is int:
         return _read(int, word, where, "a whole number")
     if kind is float:
@@ -85,14 +92,12 @@ def _scalar(kind: Any, word: str, where: str) -> Any:
     return word
 
 
-def _read(read: Callable[[str], Any], word: str, where: str, what: str, allowed: str = "") -> Any:
+def _read(
+    read: Callable[[str], Any], word: str, where: str, what: str, allowed: str = "", cure: str = ""
+) -> Any:
     try:
         return read(word)
     except (ValueError, KeyError):
-        cure = ""
-        if what == "true or false":
-            cure = f"a word after it is its value; alone or as --{where.removeprefix('--')}=true "
-            cure += "it means true"
         raise ConfigError(
             f"must be {what}", where=where, value=f'"{word}"', allowed=allowed, cure=cure
         ) from None

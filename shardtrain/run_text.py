@@ -41,11 +41,11 @@ class TextWork(WorkDefaults):
     @property
     def stack(self) -> TransformerConfig:
         """The layers, in the words of a transformer's section."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of model has its own
 
     def scored(self, size: int) -> int:
         """How many scores the head makes for a token of the batch, on average."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of model has its own
 
     def size(self, found: int) -> int:
         """`model.vocab_size` goes before what the data has."""

@@ -102,7 +102,7 @@ class InOrder:
     @property
     def num_samples(self) -> int:
         """Samples that there are."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of data has its own
 
     @property
     def order(self) -> Order:

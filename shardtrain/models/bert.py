@@ -131,7 +131,7 @@ class Bert(nnx.Module):
         if positions is None:
             positions = default_positions(batch["tokens"])
         keys = None
-        if key is not None and self.config.drops:
+        if key is not None and self.config.as_transformer.drops:
             keys = sample_keys(key, batch["sample"])
         return Context(positions, batch["segments"], keys, attend=_BOTH_WAYS)
 

@@ -169,11 +169,6 @@ class BertConfig(BaseModel):
     """Layers as a loop or written out. auto = written out on CPU below 16 layers, else a loop."""
 
     @property
-    def drops(self) -> bool:
-        """Whether anything is dropped in training."""
-        return self.dropout > 0 or self.attention_dropout > 0
-
-    @property
     def as_transformer(self) -> TransformerConfig:
         """The stack in the words of a transformer, whose parts it is made of."""
         return TransformerConfig(

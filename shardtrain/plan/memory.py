@@ -154,7 +154,7 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     work += narrow * weights.layers / layers if layout.zero >= 3 else 0.0
     # The layer in work and the one that comes; the gradient above is that of one more. Weights that
     # are frozen are done with so early that the next ones take their place.
-    work += (1 if entries.layers < weights.layers else 2) * state.away / layers
+    work += (2 if workload.updates_away else 1) * state.away / layers
     head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
     head += narrow * weights.ends if layout.zero >= 3 else 0.0
     # Gradients of the layers are made after the head is done with its scores.
