@@ -6,7 +6,7 @@ Owns: the way between a state as it rests and as it is saved. Does not own: the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from shardtrain.strategies.order import LayerOrder, map_stacked, model_order_sha
 from shardtrain.train.state import TrainState
 
 PyTree = Any
-Flat = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class Saved:
     """Which leaves hold one entry a layer."""
     disk: Disk
     """What of it rests there."""
-    _movers: dict[Any, Any] = field(default_factory=dict)
+    _movers: dict[Any, Callable[[jax.Array], jax.Array]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> TrainState:
@@ -139,21 +138,18 @@ class Saved:
         """A state with its stacked leaves in the other order; what is on a disk is left alone."""
         if self.order.is_model_order:
             return state
-        leaves = dict(leaves_by_path(state))
-        names = tuple(
-            path
-            for path, leaf in leaves.items()
-            if self._is_stacked[path] and isinstance(leaf, jax.Array) and leaf.ndim
+        source, target = (
+            {path: leaf.sharding for path, leaf in leaves_by_path(form)}
+            for form in ((self.whole, self.abstract) if to_saved else (self.abstract, self.whole))
         )
-        places = [
-            {path: leaf.sharding for path, leaf in leaves_by_path(form) if path in names}
-            for form in (self.whole, self.abstract)
-        ]
-        source, target = places if to_saved else reversed(places)
-        moved = self._mover(names, rows, source, target)({path: leaves[path] for path in names})
-        made: TrainState = jax.tree.map_with_path(
-            lambda path, leaf: moved.get(path_name(path), leaf), state
-        )
+
+        def move(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = path_name(path)
+            if not isinstance(leaf, jax.Array) or not leaf.ndim:
+                return leaf
+            return self._one(name, leaf, rows, source[name], target[name])
+
+        made: TrainState = jax.tree.map_with_path(move, state)
         return made
 
     def _one(
@@ -167,24 +163,11 @@ class Saved:
         """A leaf in the other order."""
         if self.order.is_model_order or not self._is_stacked[path]:
             return leaf
-        moved: jax.Array = self._mover((path,), rows, {path: source}, {path: target})({path: leaf})[
-            path
-        ]
-        return moved
-
-    def _mover(
-        self, names: tuple[str, ...], rows: Sequence[int], source: Flat, target: Flat
-    ) -> Callable[[Flat], Flat]:
-        """A compiled function that moves stacked leaves between two orders, row by row."""
-        key = (names, tuple(rows))
+        key = (tuple(rows), source, target)
         if key not in self._movers:
-
-            def move(leaves: Flat) -> Flat:
-                return {
-                    path: take_rows(leaf, rows, source[path], target[path])
-                    for path, leaf in leaves.items()
-                }
-
+            # Leaves of one shape share what is compiled: a parameter and its moments do.
+            move = partial(take_rows, rows=rows, source=source, target=target)
             self._movers[key] = jax.jit(move, out_shardings=target)
-        found: Callable[[Flat], Flat] = self._movers[key]
-        return found
+        # One at a time: on a CPU, collectives of many programs in flight wait for each other's threads.
+        moved: jax.Array = jax.block_until_ready(self._movers[key](jax.block_until_ready(leaf)))
+        return moved
