@@ -123,7 +123,14 @@ def test_the_weight_part_makes_the_gradients_of_all_matrices(monkeypatch) -> Non
 # -- states in model order
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("adamw", marks=pytest.mark.campaign),
+        "adafactor",
+        pytest.param("muon", marks=pytest.mark.campaign),
+    ],
+)
 @pytest.mark.usefixtures("wide_types")
 def test_a_state_is_saved_in_model_order_and_comes_back(optimizer) -> None:
     """Bit for bit; padding is zero, is not saved, and no layer is twice in the stack."""
@@ -206,7 +213,9 @@ def test_a_stack_is_moved_one_layer_at_a_time(layout, dtype) -> None:
 
 
 @pytest.mark.usefixtures("wide_types")
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.campaign), "interleaved", "zero_bubble"]
+)
 def test_evaluation_goes_through_the_same_stages(schedule) -> None:
     virtual = 2 if schedule == "interleaved" else 1
     stages = UNEVEN.stages if virtual == 2 else "E3,2H"
@@ -223,7 +232,7 @@ def test_evaluation_goes_through_the_same_stages(schedule) -> None:
 # -- faults of the field
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_o20_both_ends_hold_the_same_tied_table(zero) -> None:
     """O-20: bit-equal on all devices after each of ten steps."""
     of = subject(Case(mesh="pp2 dp2", zero=zero, microbatches=4, num_layers=2, precision="float32"))
@@ -238,7 +247,7 @@ def test_o20_both_ends_hold_the_same_tied_table(zero) -> None:
 
 
 @pytest.mark.usefixtures("wide_types")
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_o02_the_number_of_microbatches_changes_nothing(microbatches) -> None:
     """O-02: accumulation and the pipeline's microbatches are one number, and scale nothing."""
     result = difference(Case(mesh="pp2", microbatches=microbatches))

@@ -29,7 +29,7 @@ LAYOUTS = {
 }  # fmt: skip
 PAIRS = (
     ("ZeRO 2, 2 processes", "tensor 2"),
-    ("tensor 2", "pipeline 2, 2 processes"),
+    pytest.param("tensor 2", "pipeline 2, 2 processes", marks=pytest.mark.campaign),
     ("pipeline 4", "ZeRO 2, 2 processes"),
 )
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -52,18 +53,22 @@ def pairs_of(choices: dict[str, object]) -> set[tuple[object, ...]]:
     return set(itertools.combinations(choices.items(), 2))
 
 
-def covering() -> list[Case]:
-    """A case for each schedule x mesh, chosen to test as many pairs of choices as they can."""
+def covering() -> list[Any]:
+    """A case for each schedule x mesh, chosen to test as many pairs of choices as they can.
+
+    Every second one is in the marked run: each schedule and each mesh is here.
+    """
     rng = random.Random(0)
     seen: set[tuple[object, ...]] = set()
-    cases = []
-    for schedule, mesh in itertools.product(VIRTUAL, GRID["mesh"]):
+    cases: list[Any] = []
+    for number, (schedule, mesh) in enumerate(itertools.product(VIRTUAL, GRID["mesh"])):
         options = {"schedule": (schedule,), "mesh": (mesh,), "zero": (0, 1, 2, 3), **CHOICES}
         drawn = ({name: rng.choice(v) for name, v in options.items()} for _ in range(300))
         best = max((c for c in drawn if pipelined(c)), key=lambda c: len(pairs_of(c) - seen))
         seen |= pairs_of(best)
-        cases.append(pipelined(best))
-    return [case for case in cases if case is not None]
+        marks = [pytest.mark.campaign] if number % 2 else []
+        cases.append(pytest.param(pipelined(best), marks=marks))
+    return cases
 
 
 SMALL = Case(mesh="pp2 dp2", microbatches=4, num_layers=3, stages="E1,2H")

@@ -16,7 +16,7 @@ def test_it_is_refused_where_nothing_can_be_checked(
     words = ["train", "quickstart", "--run.dir", str(tmp_path / "run"), "--run.steps", "1"]
     assert main([*words, "--train.audit", "True"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("train.audit=True: programs for cpu devices cannot be checked")
+    assert "\ntrain.audit=True: programs for cpu devices cannot be checked" in f"\n{told}"
     assert "plan CONFIG --target h100:1x8 --audit" in told
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
