@@ -24,7 +24,7 @@ from shardtrain.config import (
     resolve_mesh,
     to_toml,
 )
-from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError
+from shardtrain.errors import EXIT_DOES_NOT_FIT, ConfigError, UserError, unwritable
 from shardtrain.plan.answer import Plan, Point, Program
 from shardtrain.plan.artifacts import write_artifacts
 from shardtrain.plan.audit import audit
@@ -468,7 +468,7 @@ def _write(plan: Plan, config: RunConfig, out: str) -> None:
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=f"out={out}") from error
+        raise unwritable("out", out, error) from None
 
 
 def _point_json(plan: Plan, point: Point) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unwritable
 from shardtrain.strategies.schedules.csv_file import read_table, write_table
 from shardtrain.strategies.schedules.kinds import make_schedule
 from shardtrain.strategies.schedules.layout import Layout, balance, read_layout
@@ -133,7 +133,7 @@ def write(told: Told, out: str) -> None:
         else:
             save(told.timeline, out)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=f"out={out}") from error
+        raise unwritable("out", out, error) from None
 
 
 # -- text and JSON

@@ -127,7 +127,7 @@ def unreadable(path: object, error: OSError | ValueError) -> ConfigError:
 
 
 def unwritable(where: str, path: object, error: OSError) -> ConfigError:
-    """Return what is said of a file that the user asked for and that cannot be written.
+    """Return what is said of what the user asked for and cannot be written.
 
     Args:
         where: The flag or key that named it.
@@ -138,7 +138,7 @@ def unwritable(where: str, path: object, error: OSError) -> ConfigError:
         f"cannot be written: {error.strerror or error}",
         where=where,
         value=str(path),
-        cure="give a file in a folder that is there and that you may write in",
+        cure="give a path in a folder that is there and that you may write in",
     )
 
 

@@ -365,7 +365,7 @@ def test_the_message_of_the_design() -> None:
         ),
         (
             {"mesh.pipeline": 2, "pipeline.table": "no/such.csv"},
-            "no/such.csv: cannot be read: No such file or directory",
+            "no/such.csv: there is no such file",
         ),
         (
             {"mesh.pipeline": 2, "sharding.rules": {"layers": "data"}},

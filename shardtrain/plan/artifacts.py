@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import unwritable
 from shardtrain.plan.answer import Plan, Program
 from shardtrain.plan.collectives import Collective
 
@@ -56,7 +56,7 @@ def write_artifacts(plan: Plan, program: Program, folder: str) -> None:
         for name, text in artifacts(plan, program).items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=f"keep={folder}") from error
+        raise unwritable("keep", folder, error) from None
 
 
 def stable_text(hlo: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unwritable
 from shardtrain.plan.answer import Plan
 from shardtrain.plan.search import Candidate
 
@@ -40,9 +40,7 @@ def save(plan: Plan, path: str | Path) -> None:
     try:
         draw(plan).savefig(path, dpi=110)
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", where=f"picture={path}"
-        ) from error
+        raise unwritable("picture", path, error) from None
 
 
 def draw(plan: Plan) -> Any:

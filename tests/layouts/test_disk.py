@@ -1,6 +1,5 @@
 """State on a disk: the same run bit for bit, saved and restored, and not in memory (O-22)."""
 
-import importlib.metadata
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,14 @@ import pytest
 
 from shardtrain.checkpoint import arrays
 from shardtrain.checkpoint.checkpointer import Checkpointer
-from shardtrain.config import load_config
-from shardtrain.run import Run, build
+from shardtrain.run import Run
 from shardtrain.run_state import base_digest, restore_state, save_base
 from shardtrain.sharding.disk import loaded
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.tiers import HOST
 from shardtrain.train.begin import in_turn
 from shardtrain.train.rundir import BASE
+from tests.layouts.away import compiled, make_run
 
 ON_DISK = {"offload.optimizer": "disk", "offload.master": "disk"}
 WITH_PARAMETERS = {"offload.parameters": "disk", "model.layer_loop": "scan"}
@@ -123,30 +122,9 @@ differs: in float64 the layers by 1e-16. What begins at zero, as LoRA's second m
 quotients of them."""
 
 
-def make_run(folder: Path, **overrides: Any) -> Run:
-    """A small transformer on four devices."""
-    text = folder / "text.txt"
-    text.write_text("all work and no play makes jack a dull boy\n" * 100)
-    sections = {
-        "run": {"steps": 12, "cpu_devices": 8, "dir": str(folder / "run")},
-        "model": {"num_layers": 2, "embed_dim": 16, "num_heads": 4},
-        "data": {"path": str(text), "sequence_length": 16, "batch_size": 16},
-        "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    }
-    return build(load_config(sections, overrides), devices=jax.devices()[:4])
-
-
 def stepper(run: Run) -> Callable[[Any, int, int], Any]:
-    """(state, first, last) -> the state after these batches; compiled as users compile it, since
-    the tests' own options round according to what is fused."""
-    options: dict[str, Any] = {
-        "xla_backend_optimization_level": 3,
-        "xla_llvm_disable_expensive_passes": False,
-    }
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        options["xla_cpu_use_fusion_emitters"] = True
-    lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
-    step = lowered.compile(compiler_options=options)
+    """(state, first, last) -> the state after these batches."""
+    step = compiled(run)
 
     def steps(state: Any, first: int, last: int) -> Any:
         for cursor in range(first, last):

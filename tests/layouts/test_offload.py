@@ -1,6 +1,5 @@
 """State on the host: the same run bit for bit, and on the device for its own update only (O-22)."""
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.config import load_config
 from shardtrain.config_effects import ineffective_settings
 from shardtrain.errors import ConfigError
-from shardtrain.run import Run, build
+from shardtrain.run import Run
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.tiers import HOST, Tiers, require_host_memory
 from shardtrain.strategies.config import all_on_device
+from tests.layouts.away import compiled, make_run
 
 ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -87,33 +87,6 @@ MORE_PARAMETERS: dict[str, dict[str, Any]] = {
 }
 KEPT = ("input:host", "attention,mlp:host,input:host")
 """What is kept for the backward, and where."""
-
-
-def make_run(folder: Path, name: str = "adamw", **overrides: Any) -> Run:
-    """A small transformer on four devices."""
-    text = folder / "text.txt"
-    text.write_text("all work and no play makes jack a dull boy\n" * 100)
-    sections = {
-        "run": {"steps": 12, "cpu_devices": 8},
-        "model": {"num_layers": 2, "embed_dim": 16, "num_heads": 4},
-        "data": {"path": str(text), "sequence_length": 16, "batch_size": 16},
-        "optimizer": {"name": name, "learning_rate": 1e-2},
-    }
-    config = load_config(sections, overrides)
-    return build(config, devices=jax.devices()[:4])
-
-
-def compiled(run: Run) -> Any:
-    """The step as users compile it: the tests' own options round differently from kernel to kernel,
-    according to what is fused."""
-    options: dict[str, Any] = {
-        "xla_backend_optimization_level": 3,
-        "xla_llvm_disable_expensive_passes": False,
-    }
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        options["xla_cpu_use_fusion_emitters"] = True
-    lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
-    return lowered.compile(compiler_options=options)
 
 
 def run_steps(run: Run, steps: int, *, quick: bool = False) -> Any:

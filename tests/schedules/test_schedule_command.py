@@ -86,7 +86,7 @@ def test_a_table_can_be_written_and_used(
         ("--schedule 1f2b", "did you mean 1f1b?"),
         ("--stages -1", "stages=-1: must be at least 1"),
         ("--schedule 1f1b --table x.csv", "there is a table too, x.csv"),
-        ("--table nowhere.csv", "nowhere.csv: cannot be read"),
+        ("--table nowhere.csv", "nowhere.csv: there is no such file"),
         ("--table mine.csv --stages 3", "mine.csv: has 2 stages, but there are 3"),
         ("--table mine.csv --virtual_stages 2", "has 1 virtual stages, but virtual_stages=2"),
         ("--layers 3", "too few for 4 parts"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtrain.errors import ConfigError
+from shardtrain.errors import ConfigError, unreadable
 from shardtrain.strategies.schedules.proof import prove
 from shardtrain.strategies.schedules.table import NOTHING, PARTS, Schedule, Work, with_slots
 
@@ -93,7 +93,7 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
             reader = csv.reader(file)
             return [(reader.line_num, line) for line in reader if line]
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise unreadable(path, error) from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("is no CSV file in UTF-8", where=str(path)) from error
 
