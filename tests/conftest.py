@@ -25,7 +25,7 @@ def _quick_flags() -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Traces are millions of small objects without cycles; looking for some takes a tenth of the time.
+    # Traces are many small objects without cycles: looking for some takes a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
     expression = str(config.getoption("markexpr")).replace("not gpu", "")

@@ -168,6 +168,6 @@ class Saved:
             # Leaves of one shape share what is compiled: a parameter and its moments do.
             move = partial(take_rows, rows=rows, source=source, target=target)
             self._movers[key] = jax.jit(move, out_shardings=target)
-        # One at a time: on a CPU, collectives of many programs in flight wait for each other's threads.
+        # One at a time: a CPU's collectives of many programs in flight lack threads.
         moved: jax.Array = jax.block_until_ready(self._movers[key](jax.block_until_ready(leaf)))
         return moved
