@@ -21,7 +21,7 @@ train: $(CORE)
 	$(BIN)/shardtrain train $(ARGS)
 
 test: $(TEST)
-	$(BIN)/python -m pytest -n 2 $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: $(TEST)
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_gpu_disable_gpuasm_optimizations=true",
         *_quick_flags(),
     )
     for flag in flags:

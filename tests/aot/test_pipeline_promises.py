@@ -22,7 +22,7 @@ from shardtrain.run_program import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate
-from tests.aot.marks import needs_compiler
+from tests.aot.marks import in_marked_run, needs_compiler
 from tests.aot.sections import model_sections
 
 pytestmark = needs_compiler("pipeline promises")
@@ -30,7 +30,9 @@ pytestmark = needs_compiler("pipeline promises")
 TARGET = Target("h100", hosts=1, per_host=8)
 STAGES, SHARDS, EACH = 4, 2, 2
 LAYERS, EMBED, VOCAB, LENGTH = 24, 512, 1024, 256
-CASES = [(schedule, count) for schedule in ("1f1b", "gpipe") for count in (8, 32)]
+COUNTS = (8, 32)
+CASES = [("1f1b", count) for count in COUNTS]
+CASES += [in_marked_run("gpipe", count) for count in COUNTS]
 
 
 def config(schedule: str, microbatches: int) -> RunConfig:
@@ -44,11 +46,12 @@ def config(schedule: str, microbatches: int) -> RunConfig:
     return load_config(sections)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, int], Compiled]:
-    jobs = {f"{s} {m}": Job(lower_step, (config(s, m), VOCAB)) for s, m in CASES}
+@cache
+def compiled(schedule: str) -> dict[int, Compiled]:
+    """The step of each number of microbatches."""
+    jobs = {str(count): Job(lower_step, (config(schedule, count), VOCAB)) for count in COUNTS}
     done = compile_for(TARGET, jobs, seconds=900)
-    return {case: done[f"{case[0]} {case[1]}"] for case in CASES}
+    return {count: done[str(count)] for count in COUNTS}
 
 
 @cache
@@ -94,33 +97,38 @@ def moved(case: Compiled) -> tuple[Collective, ...]:
     return collectives(parse_hlo(case.text), degrees)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_memory_is_what_the_simulator_says(compiled, case) -> None:
-    assert compiled[case].memory["temporaries"] == pytest.approx(predicted(*case), rel=0.1)
+@pytest.mark.parametrize(("schedule", "count"), CASES)
+def test_memory_is_what_the_simulator_says(schedule: str, count: int) -> None:
+    memory = compiled(schedule)[count].memory["temporaries"]
+    assert memory == pytest.approx(predicted(schedule, count), rel=0.1)
 
 
-def test_1f1b_needs_no_more_for_more_microbatches_and_gpipe_does(compiled) -> None:
-    few, many = (compiled["1f1b", count].memory["temporaries"] for count in (8, 32))
+def test_1f1b_needs_no_more_for_more_microbatches() -> None:
+    few, many = (compiled("1f1b")[count].memory["temporaries"] for count in COUNTS)
     assert many == pytest.approx(few, rel=0.05)
-    few, many = (compiled["gpipe", count].memory["temporaries"] for count in (8, 32))
+
+
+@pytest.mark.campaign
+def test_gpipe_needs_more_for_more_microbatches() -> None:
+    few, many = (compiled("gpipe")[count].memory["temporaries"] for count in COUNTS)
     assert many > 2.5 * few
 
 
-def test_gradients_cross_the_data_axis_once_a_step(compiled) -> None:
+def test_gradients_cross_the_data_axis_once_a_step() -> None:
     """However many microbatches there are, at ZeRO 1: none of it inside the loop over ticks."""
     totals = []
-    for count in (8, 32):
-        over_data = [c for c in moved(compiled["1f1b", count]) if "data" in c.axes]
+    for count in COUNTS:
+        over_data = [c for c in moved(compiled("1f1b")[count]) if "data" in c.axes]
         assert over_data
         assert all(not c.loops for c in over_data)
         totals.append(sum(c.payload * c.times for c in over_data))
     assert totals[0] == pytest.approx(totals[1], rel=1e-6)
 
 
-def test_an_activation_travels_while_the_backward_computes(compiled) -> None:
+def test_an_activation_travels_while_the_backward_computes() -> None:
     """Of the two sends of a tick, the forward's has products between its start and its end."""
     ticks = 8 + 2 * (STAGES - 1)
-    sends = [c for c in moved(compiled["1f1b", 8]) if c.kind == "collective-permute"]
+    sends = [c for c in moved(compiled("1f1b")[8]) if c.kind == "collective-permute"]
     assert {c.axes for c in sends} == {("pipeline",)}
     assert {c.payload for c in sends} == {EACH * LENGTH * EMBED * 2}
     assert [c.times for c in sends] == [ticks, ticks]
@@ -128,6 +136,6 @@ def test_an_activation_travels_while_the_backward_computes(compiled) -> None:
     assert hidden[1] > 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_nothing_is_gathered_for_want_of_a_better_way(compiled, case) -> None:
-    assert compiled[case].rematerialized == ()
+@pytest.mark.parametrize(("schedule", "count"), CASES)
+def test_nothing_is_gathered_for_want_of_a_better_way(schedule: str, count: int) -> None:
+    assert compiled(schedule)[count].rematerialized == ()

@@ -9,8 +9,7 @@ import fcntl
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from shardtrain.plan.hlo import Module, parse_hlo
 from shardtrain.plan.targets import Target
 from shardtrain.run_program import abstract_batch, lower_step, make_program, make_report
 from shardtrain.train.build import Program
-from tests.aot.marks import needs_compiler
+from tests.aot.marks import in_marked_run, needs_compiler
 from tests.aot.sections import model_sections
 
 pytestmark = needs_compiler()
@@ -48,6 +47,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"sharding.zero": 3, "mesh.tensor": 2, "sharding.sequence_parallel": True},
     "hybrid": {"sharding.zero": 2, "mesh.replica": 2, "model.tied": False},
 }
+SHORT = ("zero0", "zero3, 2 microbatches", "tensor", "sequence")
+REST = frozenset(LAYOUTS) - frozenset(SHORT)
+"""In the marked run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +112,9 @@ def about(expected: float) -> Any:
     return pytest.approx(expected, rel=0.01)
 
 
-def compile_all() -> dict[str, Compiled]:
-    """Compiles every layout, in two processes."""
-    jobs = {
-        name: Job(lower_step, (load_config(BASE, layout), VOCAB))
-        for name, layout in LAYOUTS.items()
-    }
+def compile_all(names: Iterable[str]) -> dict[str, Compiled]:
+    """Compiles layouts, in two processes."""
+    jobs = {name: Job(lower_step, (load_config(BASE, LAYOUTS[name]), VOCAB)) for name in names}
     halves = [dict(list(jobs.items())[start::2]) for start in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         parts = pool.map(lambda half: compile_for(TARGET, half, seconds=900), halves)
@@ -128,24 +127,34 @@ def case(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         folder = folder.parent
-    with (folder / "aot.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        compiled = _read_or(folder / "aot.pickle", compile_all)
-    cases = {
-        name: Case(load_config(BASE, layout), compiled[name]) for name, layout in LAYOUTS.items()
-    }
-    return cases.__getitem__
+
+    @cache
+    def compiled(*, rest: bool) -> dict[str, Compiled]:
+        path = folder / f"aot {rest}.pickle"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                names = [name for name in LAYOUTS if (name in REST) is rest]
+                path.write_bytes(pickle.dumps(compile_all(names)))
+        made: dict[str, Compiled] = pickle.loads(path.read_bytes())
+        return made
+
+    @cache
+    def case_of(name: str) -> Case:
+        return Case(load_config(BASE, LAYOUTS[name]), compiled(rest=name in REST)[name])
+
+    return case_of
 
 
-def _read_or(path: Path, make: Callable[[], dict[str, Compiled]]) -> dict[str, Compiled]:
-    if not path.exists():
-        path.write_bytes(pickle.dumps(make()))
-    compiled: dict[str, Compiled] = pickle.loads(path.read_bytes())
-    return compiled
+def rows(*given: tuple[Any, ...]) -> list[Any]:
+    """Rows that begin with the name of a layout."""
+    return [in_marked_run(*row) if row[0] in REST else row for row in given]
 
 
 Cases = Callable[[str], Case]
-every_layout = pytest.mark.parametrize("name", LAYOUTS)
+every_layout = pytest.mark.parametrize(
+    "name", [in_marked_run(name) if name in REST else name for name in LAYOUTS]
+)
 
 
 # -- memory
@@ -167,14 +176,14 @@ def test_arguments_are_the_state_and_the_batch(case: Cases, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bytes_each"),
-    [
+    rows(
         ("zero0", 2 + 12),
         ("zero1", 2 + 12 / 8),
         ("zero2, 4 microbatches", 2 + 12 / 8),
         ("zero3", (2 + 12) / 8),
         ("tensor", 2 + 12 / 4),
         ("hybrid", 2 + 12 / 4),
-    ],
+    ),
 )
 def test_bytes_of_a_parameter(case: Cases, name: str, bytes_each: float) -> None:
     """Two for bfloat16, twelve for its master and two moments, shared out as the stage says."""
@@ -226,7 +235,7 @@ def test_the_audit_finds_no_promise_broken(case: Cases, name: str) -> None:
 # -- data parallel
 
 
-@pytest.mark.parametrize(("name", "width"), [("zero0", 2), ("zero0, 4 microbatches", 4)])
+@pytest.mark.parametrize(("name", "width"), rows(("zero0", 2), ("zero0, 4 microbatches", 4)))
 def test_zero_0_reduces_gradients_once_a_step(case: Cases, name: str, width: int) -> None:
     """In bfloat16 inside the backward; the float32 sums of several microbatches after the last."""
     it = case(name)
@@ -243,7 +252,7 @@ def test_zero_0_reduces_gradients_once_a_step(case: Cases, name: str, width: int
 
 @pytest.mark.parametrize(
     ("name", "width", "reductions"),
-    [("zero1", 2, 1), ("zero1, 4 microbatches", 4, 1), ("zero2, 4 microbatches", 2, 4)],
+    rows(("zero1", 2, 1), ("zero1, 4 microbatches", 4, 1), ("zero2, 4 microbatches", 2, 4)),
 )
 def test_zero_1_and_2_scatter_gradients_and_gather_parameters(
     case: Cases, name: str, width: int, reductions: int
@@ -261,7 +270,7 @@ def test_zero_1_and_2_scatter_gradients_and_gather_parameters(
     assert {c.dtypes for c in large(gathered)} == {("bf16",)}
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero3, 2 microbatches", "sequence"])
+@pytest.mark.parametrize("name", [in_marked_run("zero3"), "zero3, 2 microbatches", "sequence"])
 def test_zero_3_gathers_one_layer_at_a_time(case: Cases, name: str) -> None:
     """Forward and backward, inside the loop over layers; nothing is gathered after the update."""
     it = case(name)
@@ -283,6 +292,7 @@ def test_zero_3_gathers_one_layer_at_a_time(case: Cases, name: str) -> None:
     assert max(c.payload for c in scattered if c.times == times) <= 1.01 * layer
 
 
+@pytest.mark.campaign
 def test_hybrid_scatters_within_and_reduces_across(case: Cases) -> None:
     """Groups of 4 share the state out; between the 2 copies only shards travel."""
     it = case("hybrid")
