@@ -177,6 +177,7 @@ def test_unknown_targets_are_refused_and_idle_keys_are_said() -> None:
     assert Lora(4, 16.0, {}).scale == 4.0
 
 
+@pytest.mark.campaign
 def test_moments_of_adapters_rest_on_the_host() -> None:
     """The update streams adapters layer by layer; frozen weights stay on the devices."""
     keys = {"lora.rank": 4, "lora.targets": ALL, "mesh.data": 2, "sharding.zero": 2}

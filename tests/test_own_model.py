@@ -139,7 +139,7 @@ def reference():
         return losses, values(model, optimizer)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.campaign), 1, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_and_stage_is_one_device(mesh, zero, reference):
     model, optimizer = st.place(make(), st.make_mesh(**MESHES[mesh]), zero=zero)

@@ -49,7 +49,10 @@ def config(model: str, **changes: Any) -> RunConfig:
     return load_config(sections, changes)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(other, marks=pytest.mark.campaign) for other in ("gpt", "deep"))],
+)
 def test_the_choice_fits_and_the_next_cheaper_does_not(model: str) -> None:
     """Five budgets, from just what the leanest takes to more than the cheapest needs."""
     devices = jax.devices()[:2]

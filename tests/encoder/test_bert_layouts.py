@@ -38,6 +38,7 @@ def test_layout_equals_one_device(case: Case) -> None:
     assert result.equal, result
 
 
+@pytest.mark.campaign
 def test_layout_equals_one_device_in_float32() -> None:
     result = difference(SPLIT)
     assert result.equal, result

@@ -104,6 +104,7 @@ def test_it_learns_and_says_so(
     assert "generation is there for language models alone" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_killed_and_resumed_it_is_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
     folder = write_images(tmp_path)
     job = Job(folder)

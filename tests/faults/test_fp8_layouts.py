@@ -15,6 +15,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, scan": {"mesh.tensor": 2, "mesh.data": 2, "model.layer_loop": "scan"},
     "pipeline": {"mesh.pipeline": 2, "mesh.data": 2, "train.microbatches": 2, "sharding.zero": 2},
 }
+SHORT = ("tensor, scan", "pipeline")
+"""The others are in the marked run."""
 
 
 @cache
@@ -28,10 +30,7 @@ def first(precision: str, layout: str = "") -> tuple[float, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.campaign] * (name == "data, microbatches"))
-        for name in LAYOUTS
-    ],
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS],
 )
 def test_layouts_agree(layout: str) -> None:
     """With products of float32 numbers rounded to 8 bits, nothing but those is rounded."""

@@ -103,7 +103,9 @@ def flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", ["float16", pytest.param("bfloat16", marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -68,7 +68,9 @@ def on_one_device() -> dict[str, np.ndarray]:
     "layout",
     [
         pytest.param({"mesh.data": 4, "sharding.zero": 1}, marks=pytest.mark.campaign),
-        {"mesh.data": 2, "mesh.tensor": 2, "sharding.zero": 3},
+        pytest.param(
+            {"mesh.data": 2, "mesh.tensor": 2, "sharding.zero": 3}, marks=pytest.mark.campaign
+        ),
         pytest.param(
             {"mesh.pipeline": 2, "mesh.data": 2, "sharding.zero": 1, "train.microbatches": 2},
             marks=pytest.mark.campaign,

@@ -5,10 +5,10 @@ import pytest
 from tests.layouts.harness import Case, difference
 
 CASES = [
-    Case(mesh="2x2x2", zero=3, microbatches=2, remat="full", lora=3),
     Case(mesh="pp2 dp2 tp2", zero=3, microbatches=4, schedule="zero_bubble", lora=3),
 ]
 MORE = [
+    Case(mesh="2x2x2", zero=3, microbatches=2, remat="full", lora=3),
     Case(mesh="c2 dp2 tp2", zero=2, dropout=0.2, documents=True, lora=3, lora_targets="out,down"),
     Case(mesh="8x1", zero=0, microbatches=2, remat="dots", style="llama", lora=3),
     Case(mesh="8x1", zero=1, loop="peel", style="bloom", lora=3, lora_targets="qkv"),

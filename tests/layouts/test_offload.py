@@ -19,11 +19,6 @@ from tests.layouts.away import compiled, make_run
 
 ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 1, 4 microbatches, clipped": {
-        "sharding.zero": 1,
-        "train.microbatches": 4,
-        "optimizer.clip_norm": 0.1,
-    },
     "pipeline 2, zero 1, bfloat16": {
         "mesh.pipeline": 2,
         "sharding.zero": 1,
@@ -32,6 +27,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 MORE: dict[str, dict[str, Any]] = {
+    "zero 1, 4 microbatches, clipped": {
+        "sharding.zero": 1,
+        "train.microbatches": 4,
+        "optimizer.clip_norm": 0.1,
+    },
     "zero 0, clipped": {"sharding.zero": 0, "optimizer.clip_norm": 0.1},
     "half of it, zero 2": {
         "sharding.zero": 2,
@@ -55,6 +55,8 @@ MORE: dict[str, dict[str, Any]] = {
     "masters only": {"train.precision": "bfloat16", "offload.optimizer": "device"},
 }
 """In the marked run."""
+UPDATES = ("zero 1, 4 microbatches, clipped", "zero 0, clipped")
+"""Those of them whose update the host computes too."""
 
 
 ALL_ON_HOST = ON_HOST | {"offload.parameters": "host", "model.layer_loop": "scan"}
@@ -163,7 +165,7 @@ def test_parameters_on_the_host_change_nothing(tmp_path: Path, layout: str) -> N
         "zero 1, bfloat16, clipped",
         *(
             pytest.param(layout, marks=pytest.mark.campaign)
-            for layout in (*LAYOUTS, "zero 0, clipped", *PARAMETERS)
+            for layout in (*LAYOUTS, *UPDATES, *PARAMETERS)
         ),
     ],
 )
@@ -171,7 +173,7 @@ def test_the_host_computes_the_update(tmp_path: Path, layout: str) -> None:
     """Masters and moments do not move; the host's arithmetic may round otherwise."""
     first = {"sharding.zero": 1, "train.precision": "bfloat16", "optimizer.clip_norm": 0.1}
     keys = (ALL_ON_HOST if layout in PARAMETERS else ON_HOST) | (
-        {"zero 1, bfloat16, clipped": first} | LAYOUTS | PARAMETERS
+        {"zero 1, bfloat16, clipped": first} | LAYOUTS | MORE | PARAMETERS
     )[layout]
     theirs, ours = (
         run_steps(make_run(tmp_path, **keys, **{"offload.update": update}), 10)

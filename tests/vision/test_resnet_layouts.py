@@ -46,6 +46,7 @@ def test_more_layouts_equal_one_device(case: Case) -> None:
     assert result.equal, result
 
 
+@pytest.mark.campaign
 def test_layout_equals_one_device_in_float32() -> None:
     result = difference(Case(DP8, zero=3, precision="float32"))
     assert result.equal, result
