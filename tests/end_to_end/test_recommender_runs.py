@@ -123,6 +123,7 @@ def test_it_learns_what_can_be_learned_and_says_so(
         )
 
 
+@pytest.mark.campaign
 def test_killed_and_resumed_it_is_bit_for_bit_the_same(whole: Path, tmp_path: Path) -> None:
     folder = write_job(tmp_path)
     job = Job(folder)
