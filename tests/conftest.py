@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 DEVICES = 8
+collect_ignore_glob = ["*/conftest.py"]  # two of one name are no modules to look for examples in
 # the machine is shared, so time is no fault; and a test that passed passes again
 settings.register_profile("shardtrain", deadline=None, derandomize=True)
 settings.load_profile("shardtrain")
