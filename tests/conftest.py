@@ -33,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in expression:
         os.environ["JAX_PLATFORMS"] = "cpu"
     # Without LLVM's optimizations programs compile in half the time, and tests are all compiling;
-    # without its costly passes and in one piece, in four fifths of that.
+    # without its costly passes and in one piece, in four fifths of that. Kernels for GPUs are
+    # assembled without optimization too: no figure reads them.
     flags = (
         f"--xla_force_host_platform_device_count={DEVICES}",
         "--xla_backend_optimization_level=0",

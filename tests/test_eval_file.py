@@ -16,6 +16,7 @@ from shardtrain.config import load_config
 from shardtrain.data.prepare import prepare
 from shardtrain.training import train_command
 from tests.interop.imported import MODELS, logits_of, run_import
+from tests.rows import shortened
 
 LENGTH = 16
 
@@ -56,7 +57,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "size", [2, pytest.param(LENGTH + 1, marks=pytest.mark.campaign), LENGTH + 2]
+    "size", shortened([2, LENGTH + 1, LENGTH + 2, 61], (2, LENGTH + 2).__contains__)
 )
 def test_every_token_but_the_first_is_predicted_once(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int

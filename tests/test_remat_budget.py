@@ -21,6 +21,7 @@ from shardtrain.run_remat import (
     with_remat,
 )
 from shardtrain.run_workload import layout_of, make_workload
+from tests.rows import shortened
 
 VOCAB = 256
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,10 +50,7 @@ def config(model: str, **changes: Any) -> RunConfig:
     return load_config(sections, changes)
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["llama", *(pytest.param(other, marks=pytest.mark.campaign) for other in ("gpt", "deep"))],
-)
+@pytest.mark.parametrize("model", shortened(MODELS, "llama".__eq__))
 def test_the_choice_fits_and_the_next_cheaper_does_not(model: str) -> None:
     """Five budgets, from just what the leanest takes to more than the cheapest needs."""
     devices = jax.devices()[:2]

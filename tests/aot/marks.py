@@ -1,7 +1,5 @@
 """The marks of tests that compile for GPUs that are not there."""
 
-from typing import Any
-
 import pytest
 
 from shardtrain.plan.targets import missing_parts
@@ -16,8 +14,3 @@ def needs_compiler(group: str = "") -> list[pytest.MarkDecorator]:
     reason = "needs " + " and ".join(missing_parts())
     marks = [pytest.mark.aot, pytest.mark.skipif(bool(missing_parts()), reason=reason)]
     return [*marks, pytest.mark.xdist_group(group)] if group else marks
-
-
-def in_marked_run(*values: Any) -> Any:
-    """Values of a test's parameters that the short run leaves out."""
-    return pytest.param(*values, marks=pytest.mark.campaign)

@@ -24,8 +24,9 @@ from shardtrain.run_program import lower_step, make_program
 from shardtrain.sharding.mesh import abstract_mesh
 from shardtrain.sharding.placement import Placement
 from shardtrain.strategies import accumulate, stack
-from tests.aot.marks import in_marked_run, needs_compiler
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
+from tests.rows import shortened
 
 pytestmark = needs_compiler("audit")
 
@@ -135,7 +136,7 @@ def outcomes(found: Audit) -> dict[str, Outcome]:
     return {promise.name: promise.outcome for promise in found.promises}
 
 
-@pytest.mark.parametrize("name", [in_marked_run(name) if name in REST else name for name in GOOD])
+@pytest.mark.parametrize("name", shortened(GOOD, lambda name: name not in REST))
 def test_good_layouts_keep_their_promises(name: str) -> None:
     assert audited(name).broken == ()
 

@@ -5,6 +5,7 @@ and nothing else: what a schedule holds at once must not grow with it, and the s
 how much that is.
 """
 
+import itertools
 import math
 from functools import cache
 from typing import Any
@@ -22,8 +23,9 @@ from shardtrain.run_program import lower_step, make_program
 from shardtrain.strategies.layer_vjp import LayerVjp
 from shardtrain.strategies.pipeline import Pipeline
 from shardtrain.strategies.schedules.simulate import Sizes, simulate
-from tests.aot.marks import in_marked_run, needs_compiler
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
+from tests.rows import shortened
 
 pytestmark = needs_compiler("pipeline promises")
 
@@ -31,8 +33,7 @@ TARGET = Target("h100", hosts=1, per_host=8)
 STAGES, SHARDS, EACH = 4, 2, 2
 LAYERS, EMBED, VOCAB, LENGTH = 24, 512, 1024, 256
 COUNTS = (8, 32)
-CASES = [("1f1b", count) for count in COUNTS]
-CASES += [in_marked_run("gpipe", count) for count in COUNTS]
+CASES = shortened(itertools.product(("1f1b", "gpipe"), COUNTS), lambda case: case[0] == "1f1b")
 
 
 def config(schedule: str, microbatches: int) -> RunConfig:

@@ -26,8 +26,9 @@ from shardtrain.plan.hlo import Module, parse_hlo
 from shardtrain.plan.targets import Target
 from shardtrain.run_program import abstract_batch, lower_step, make_program, make_report
 from shardtrain.train.build import Program
-from tests.aot.marks import in_marked_run, needs_compiler
+from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
+from tests.rows import shortened
 
 pytestmark = needs_compiler()
 
@@ -48,8 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid": {"sharding.zero": 2, "mesh.replica": 2, "model.tied": False},
 }
 SHORT = ("zero0", "zero3, 2 microbatches", "tensor", "sequence")
-REST = frozenset(LAYOUTS) - frozenset(SHORT)
-"""In the marked run."""
+"""The others are in the marked run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,32 +129,30 @@ def case(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[
         folder = folder.parent
 
     @cache
-    def compiled(*, rest: bool) -> dict[str, Compiled]:
-        path = folder / f"aot {rest}.pickle"
+    def compiled(*, short: bool) -> dict[str, Compiled]:
+        path = folder / f"aot short {short}.pickle"
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                names = [name for name in LAYOUTS if (name in REST) is rest]
+                names = [name for name in LAYOUTS if (name in SHORT) is short]
                 path.write_bytes(pickle.dumps(compile_all(names)))
         made: dict[str, Compiled] = pickle.loads(path.read_bytes())
         return made
 
     @cache
     def case_of(name: str) -> Case:
-        return Case(load_config(BASE, LAYOUTS[name]), compiled(rest=name in REST)[name])
+        return Case(load_config(BASE, LAYOUTS[name]), compiled(short=name in SHORT)[name])
 
     return case_of
 
 
 def rows(*given: tuple[Any, ...]) -> list[Any]:
     """Rows that begin with the name of a layout."""
-    return [in_marked_run(*row) if row[0] in REST else row for row in given]
+    return shortened(given, lambda row: row[0] in SHORT)
 
 
 Cases = Callable[[str], Case]
-every_layout = pytest.mark.parametrize(
-    "name", [in_marked_run(name) if name in REST else name for name in LAYOUTS]
-)
+every_layout = pytest.mark.parametrize("name", shortened(LAYOUTS, SHORT.__contains__))
 
 
 # -- memory
@@ -270,7 +268,9 @@ def test_zero_1_and_2_scatter_gradients_and_gather_parameters(
     assert {c.dtypes for c in large(gathered)} == {("bf16",)}
 
 
-@pytest.mark.parametrize("name", [in_marked_run("zero3"), "zero3, 2 microbatches", "sequence"])
+@pytest.mark.parametrize(
+    "name", shortened(["zero3", "zero3, 2 microbatches", "sequence"], SHORT.__contains__)
+)
 def test_zero_3_gathers_one_layer_at_a_time(case: Cases, name: str) -> None:
     """Forward and backward, inside the loop over layers; nothing is gathered after the update."""
     it = case(name)

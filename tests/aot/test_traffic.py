@@ -17,6 +17,7 @@ from shardtrain.run_program import lower_step
 from shardtrain.run_workload import layout_of, make_workload
 from tests.aot.marks import needs_compiler
 from tests.aot.sections import model_sections
+from tests.rows import shortened
 
 pytestmark = needs_compiler("traffic")
 
@@ -61,9 +62,7 @@ SHORT = {
     (512, "sequence parallel"),
 }
 """Cases of the short run; the others are in the marked one."""
-MARKED = [
-    case if case in SHORT else pytest.param(*case, marks=pytest.mark.campaign) for case in CASES
-]
+MARKED = shortened(CASES, SHORT.__contains__)
 
 
 def sections(devices: int, changes: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pytest
 from fault_programs import program, put, text
 from test_precision_grid import cosine
 
+from tests.rows import shortened
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data, microbatches": {"mesh.data": 2, "train.microbatches": 2},
     "zero 3, remat": {"mesh.data": 2, "sharding.zero": 3, "train.remat": "full"},
@@ -28,10 +30,7 @@ def first(precision: str, layout: str = "") -> tuple[float, Any]:
     return float(metrics["loss"]), jax.device_get(of.in_model_order(grads))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.campaign) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", shortened(LAYOUTS, SHORT.__contains__))
 def test_layouts_agree(layout: str) -> None:
     """With products of float32 numbers rounded to 8 bits, nothing but those is rounded."""
     want, found = first("float32,products=fp8"), first("float32,products=fp8", layout)

@@ -1,6 +1,7 @@
 """Runs whose state may rest away from the device, and their steps as users compile them."""
 
 import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,15 @@ def compiled(run: Run) -> Any:
         options["xla_cpu_use_fusion_emitters"] = True
     lowered = run.program.step.lower(run.program.abstract_state, run.batch_at(0))
     return lowered.compile(compiler_options=options)
+
+
+def stepper(run: Run) -> Callable[[Any, int, int], Any]:
+    """(state, first, last) -> the state after these batches."""
+    step = compiled(run)
+
+    def steps(state: Any, first: int, last: int) -> Any:
+        for cursor in range(first, last):
+            state, _ = step(state, run.batch_at(cursor))
+        return state
+
+    return steps

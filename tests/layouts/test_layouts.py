@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardtrain.sharding.rules import current
 from tests.layouts.harness import MESHES, STYLES, Case, difference
+from tests.rows import shortened
 
 LAYOUT_CHOICES: dict[str, tuple[object, ...]] = {
     "sequence_parallel": (False, True),
@@ -133,20 +134,14 @@ def test_the_grid_is_as_large_as_promised() -> None:
     assert len(missing) <= 0.02 * len(wanted), missing
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in FIRST else pytest.param(case, marks=pytest.mark.campaign) for case in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("case", shortened(CASES, FIRST.__contains__), ids=str)
 def test_layout_equals_one_device(case: Case) -> None:
     result = difference(case)
     assert result.equal, result
     assert current() is None
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(BFLOAT16[0], marks=pytest.mark.campaign), *BFLOAT16[1:]], ids=str
-)
+@pytest.mark.parametrize("case", shortened(BFLOAT16, BFLOAT16[1:].__contains__), ids=str)
 def test_layout_equals_one_device_in_bfloat16(case: Case) -> None:
     result = difference(case)
     assert result.equal, result
