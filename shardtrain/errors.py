@@ -131,7 +131,7 @@ def unwritable(where: str, path: object, error: OSError) -> ConfigError:
 
     Args:
         where: The flag or key that named it.
-        path: The file.
+        path: The file or folder.
         error: What writing it has raised.
     """
     return ConfigError(
