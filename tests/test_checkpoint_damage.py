@@ -16,6 +16,7 @@ from shardtrain import cli
 from shardtrain.checkpoint import folder
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.errors import CheckpointError
+from shardtrain.ops import digest
 from shardtrain.ops.digest import host_digest, pieces, text
 from shardtrain.sharding.mesh import make_mesh
 
@@ -137,8 +138,12 @@ def test_leaves_that_older_steps_lack(run: Path) -> None:
 # -- digests
 
 
+@pytest.mark.parametrize("small", [0, digest.SMALL], ids=["devices", "host"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "float64"])
-def test_a_digest_is_that_of_the_whole_leaf_on_any_mesh(dtype: str) -> None:
+def test_a_digest_is_that_of_the_whole_leaf_on_any_mesh(
+    dtype: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "SMALL", small)
     with jax.enable_x64(dtype == "float64"):
         values = np.random.default_rng(0).normal(size=(8, 4, 6)) * 50
         leaf = values.astype(jnp.dtype(dtype))

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 _AT_ONCE: Final = 64 << 20
 """Bytes of a block on the host whose digest is computed in one go."""
+SMALL = 1 << 20
+"""Bytes of a piece that the host digests in less time than a CPU device takes to compile it."""
 _LANES: Final = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0x27D4EB2F, 0x165667B1, 0x2545F491))
 
 
@@ -57,17 +59,19 @@ def pieces(leaf: jax.Array) -> Pieces:
         leaf = jax.random.key_data(leaf)
     here = leaf.addressable_shards
     counted = frozenset(shard.device.id for shard in here if shard.replica_id == 0)
-    sharding = leaf.sharding
+    shape, sharding = leaf.shape, leaf.sharding
+    if here[0].device.platform == "cpu" and max(s.data.nbytes for s in here) <= SMALL:
+        found = {s.device.id: _piece(np.asarray(s.data), s.index, shape) for s in here}
+        return Pieces(lambda: found, counted)
     on_device = sharding.memory_kind in (None, here[0].device.default_memory().kind)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and on_device:
-        found = _by_device(sharding.mesh, sharding.spec)(leaf)
+        rows = _by_device(sharding.mesh, sharding.spec)(leaf)
         return Pieces(
-            lambda: {s.device.id: np.asarray(s.data).reshape(2) for s in found.addressable_shards},
+            lambda: {s.device.id: np.asarray(s.data).reshape(2) for s in rows.addressable_shards},
             counted,
         )
     # Copied now, for the array may be given up, and read when it is asked for.
     copies = [(s.device.id, np.array(s.data), s.index) for s in here]
-    shape = leaf.shape
     return Pieces(lambda: {d: _piece(block, at, shape) for d, block, at in copies}, counted)
 
 

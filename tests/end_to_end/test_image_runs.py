@@ -116,6 +116,7 @@ def test_killed_and_resumed_it_is_bit_for_bit_the_same(whole: Path, tmp_path: Pa
     assert rows(folder, *EXACT) == rows(whole, *EXACT)
 
 
+@pytest.mark.campaign
 def test_two_processes_are_the_same_run(whole: Path, tmp_path: Path) -> None:
     folder = write_images(tmp_path)
     crowd(folder, 2, "--run.stop_at", "3", "--eval.steps", "0")
