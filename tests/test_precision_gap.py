@@ -18,8 +18,11 @@ SMALL = {
     "data.batch_size": 8,
     "mesh.data": 8,
     "mesh.tensor": 1,
-    "run.steps": 20,
+    "run.steps": 60,
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 0,
 }
+NARROW = "bfloat16,master=bfloat16"
 
 
 def flags(**others: Any) -> list[str]:
@@ -53,7 +56,7 @@ def test_every_named_precision_has_a_limit(name: str) -> None:
 
 def test_both_runs_begin_alike() -> None:
     """The first losses differ by rounding alone; what is compared is not one run twice."""
-    config = load_config("quickstart", {**SMALL, "train.precision": "bfloat16"})
+    config = load_config("quickstart", {**SMALL, "train.precision": NARROW})
     gap = precision_gap(config, steps=3)
     assert len(gap.found) == len(gap.float32) == 3
     assert 0 < abs(gap.found[0] - gap.float32[0]) < 2e-3
@@ -61,9 +64,7 @@ def test_both_runs_begin_alike() -> None:
 
 def test_the_command_says_within_or_beyond(capsys: pytest.CaptureFixture[str]) -> None:
     """With a learning rate that bfloat16 masters round away, nothing is learned: exit 1."""
-    narrow = "bfloat16,master=bfloat16"
-    keys = {"optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0, "run.steps": 60}
-    words = flags(**{**keys, "train.precision": narrow})
+    words = flags(train__precision=NARROW)
     code = main(["verify", "quickstart", "--precision", "--json", *words])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["within"] else 1)

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardtrain.sharding.placement import path_name
+from shardtrain.sharding.placement import leaves_by_path, path_name
 
 PyTree = Any
 ROUNDING: Final = 2**32 - 1
@@ -64,22 +64,45 @@ class Stochastic:
 
     def __call__(self, tree: PyTree, like: PyTree, key: jax.Array, rows: Any) -> PyTree:
         """Rounds every leaf; see `Rounding`."""
-        key, stacked = jax.random.fold_in(key, ROUNDING), self.stacked()
+        keys = self._keys(jax.random.fold_in(key, ROUNDING), tree, like, rows)
 
         def narrow(path: tuple[Any, ...], x: jax.Array, old: jax.Array) -> jax.Array:
-            if x.dtype == old.dtype or old.dtype != jnp.bfloat16:
+            if not _is_narrowed(x, old):
                 return x.astype(old.dtype)
-            name = path_name(path)
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            if name not in stacked:
+            own = keys[path_name(path)]
+            if own.ndim == 0:
                 return stochastic(x, jax.random.bits(own, x.shape, jnp.uint16))
-            places = jnp.arange(x.shape[0]) if rows is None else rows
-            layers = jnp.asarray(self.layers)[places] if self.layers else places
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(own, layers.astype(jnp.uint32))
-            bits = jax.vmap(lambda k: jax.random.bits(k, x.shape[1:], jnp.uint16))(keys)
+            bits = jax.vmap(lambda k: jax.random.bits(k, x.shape[1:], jnp.uint16))(own)
             return stochastic(x, bits)
 
         return jax.tree.map_with_path(narrow, tree, like)
+
+    def _keys(self, key: jax.Array, tree: PyTree, like: PyTree, rows: Any) -> dict[str, jax.Array]:
+        """A key for each leaf that is narrowed; of one that holds layers, [layer].
+
+        Made together: compiled one by one, they take longer than all else of an update.
+        """
+        pairs = zip(leaves_by_path(tree), leaves_by_path(like), strict=True)
+        leaves = {name: x for (name, x), (_, old) in pairs if _is_narrowed(x, old)}
+        if not leaves:
+            return {}
+        fold = jax.random.fold_in
+        sums = jnp.asarray([zlib.crc32(name.encode()) for name in leaves], jnp.uint32)
+        keys = dict(zip(leaves, jax.vmap(fold, (None, 0))(key, sums), strict=True))
+        of_layers = [name for name in leaves if name in self.stacked()]
+        if of_layers:
+            (count,) = {leaves[name].shape[0] for name in of_layers}
+            places = jnp.arange(count) if rows is None else rows
+            layers = jnp.asarray(self.layers)[places] if self.layers else places
+            each = jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(
+                jnp.stack([keys[name] for name in of_layers]), layers.astype(jnp.uint32)
+            )
+            keys |= dict(zip(of_layers, each, strict=True))
+        return keys
+
+
+def _is_narrowed(x: jax.Array, old: jax.Array) -> bool:
+    return x.dtype != old.dtype and old.dtype == jnp.bfloat16
 
 
 def stochastic(x: jax.Array, bits: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from shardtrain.ops.dense import dense
 from shardtrain.ops.fp8 import LayersInFp8
 from shardtrain.strategies.model_state import FP8, HISTORY, LargestEntries
 
+ZERO3 = {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 3, "train.remat": "full"}
 KEYS = {"train.precision": "float32,products=fp8_delayed", "optimizer.name": "adamw"}
 
 
@@ -22,7 +23,7 @@ def trained(layout: dict[str, Any], steps: int = 2) -> tuple[np.ndarray, float]:
     of = program({**KEYS, **layout})
     state, batch = of.init(), put(of, text())
     for _ in range(steps):
-        state, metrics = of.step(state, batch)
+        state, metrics, _ = of.step_with_gradients(state, batch)
     return np.asarray(state.model_state[FP8]), float(metrics["loss"])
 
 
@@ -33,7 +34,7 @@ def trained(layout: dict[str, Any], steps: int = 2) -> tuple[np.ndarray, float]:
             {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 1},
             marks=pytest.mark.campaign,
         ),
-        {"mesh.data": 2, "train.microbatches": 2, "sharding.zero": 3, "train.remat": "full"},
+        ZERO3,
         {"mesh.tensor": 2, "model.layer_loop": "scan"},
         {"mesh.pipeline": 2, "mesh.data": 2, "train.microbatches": 2, "sharding.zero": 1},
         pytest.param(
@@ -61,7 +62,7 @@ def test_every_layout_sees_the_same(layout: dict[str, Any]) -> None:
 
 
 def test_the_history_is_saved_and_goes_on(tmp_path: Path) -> None:
-    of = program({**KEYS, "mesh.data": 2})
+    of = program({**KEYS, **ZERO3})
     batch = put(of, text())
     first, _, _ = of.step_with_gradients(of.init(), batch)
     with Checkpointer(tmp_path, keep=1) as checkpoints:

@@ -114,7 +114,7 @@ def flat(tree: Any) -> np.ndarray:
             {"mesh.data": 4, "sharding.zero": 1, "train.microbatches": 2, "data.batch_size": 8},
             marks=pytest.mark.campaign,
         ),
-        {"mesh.data": 4, "sharding.zero": 2},
+        pytest.param({"mesh.data": 4, "sharding.zero": 2}, marks=pytest.mark.campaign),
         {"mesh.data": 2, "mesh.tensor": 2, "sharding.zero": 3},
         {"mesh.data": 2, "mesh.pipeline": 2, "train.microbatches": 2},
     ],

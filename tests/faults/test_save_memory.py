@@ -34,11 +34,11 @@ class Peak:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
     def device(self):
-        held = dict.fromkeys(jax.devices(), 0)
+        held = {device: {} for device in jax.devices()}
         for array in jax.live_arrays():
-            for shard in array.addressable_shards:
-                held[shard.device] += shard.data.nbytes
-        return max(held.values())
+            for shard in array.addressable_shards:  # arrays too, of the same bytes
+                held[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+        return max(sum(sizes.values()) for sizes in held.values())
 
     def watch(self):
         while not self.done.wait(0.001):
@@ -55,7 +55,7 @@ folder = Path(sys.argv[1])
 (folder / "text.txt").write_text("all work and no play makes jack a dull boy\\n" * 400)
 config = load_config({
     "run": {"steps": 1, "cpu_devices": 8, "dir": str(folder / "run")},
-    "model": {"num_layers": 8, "embed_dim": 448, "num_heads": 8, "vocab_multiple": 8},
+    "model": {"num_layers": 6, "embed_dim": 448, "num_heads": 8, "vocab_multiple": 8},
     "data": {"path": str(folder / "text.txt"), "sequence_length": 16, "batch_size": 8},
     "sharding": {"zero": 3},
     "eval": {"steps": 0, "sample_tokens": 0},
@@ -63,6 +63,7 @@ config = load_config({
 })
 from shardtrain.checkpoint.checkpointer import Checkpointer
 run = build(config)
+train(run)  # its save loads and compiles what is loaded and compiled once
 state = run.init()
 leaves = jax.tree.leaves(state)
 told = {
@@ -71,15 +72,12 @@ told = {
     "shard": max(leaf.nbytes for leaf in leaves) // 8,
     "leaf": max(leaf.nbytes for leaf in leaves),
 }
-with Checkpointer(folder / "warm", keep=1) as checkpoints:  # what is compiled and loaded once
-    checkpoints.save(1, state, {})
 with Checkpointer(folder / "saved", keep=1) as checkpoints, Peak() as save:
     checkpoints.save(1, state, {})
     save.look()
     checkpoints.wait()
     save.look()
 del state, leaves
-train(run)
 hf_files.write_files.__kwdefaults__["file_bytes"] = 1  # a file a tensor
 tracemalloc.start()
 export_weights(config, out=str(folder / "hf"), dtype="auto", json=False)

@@ -15,7 +15,7 @@ from shardtrain.run import Run
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.sharding.tiers import HOST, Tiers, require_host_memory
 from shardtrain.strategies.config import all_on_device
-from tests.layouts.away import compiled, make_run, stepper
+from tests.layouts.away import make_run, stepper
 from tests.rows import shortened
 
 ON_HOST = {"offload.optimizer": "host", "offload.master": "host"}
@@ -60,6 +60,7 @@ SHORT = "pipeline 2, zero 1, bfloat16"
 
 
 ALL_ON_HOST = ON_HOST | {"offload.parameters": "host", "model.layer_loop": "scan"}
+ON_DEVICE = {key: "device" for key in ALL_ON_HOST if key.startswith("offload.")}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "zero 3, 4 microbatches, clipped": {
         "sharding.zero": 3,
@@ -92,10 +93,7 @@ KEPT = ("input:host", "attention,mlp:host,input:host")
 
 
 def run_steps(run: Run, steps: int, *, quick: bool = False) -> Any:
-    step, state = run.step if quick else compiled(run), run.init()
-    for cursor in range(steps):
-        state, _ = step(state, run.batch_at(cursor))
-    return state
+    return stepper(run, quick=quick)(run.init(), 0, steps)
 
 
 def kinds(state: Any) -> dict[str, str]:
@@ -110,8 +108,10 @@ def kinds(state: Any) -> dict[str, str]:
 def test_o22_parameters_are_equal_bit_for_bit(tmp_path: Path, layout: str) -> None:
     """O-22: after 10 steps all leaves of the state are those of a run without offload."""
     keys = (LAYOUTS | MORE)[layout]
-    plain = run_steps(make_run(tmp_path, **keys | {"offload.optimizer": "device"}), 10)
-    state = run_steps(make_run(tmp_path, **ON_HOST | keys), 10)
+    quick = layout == SHORT
+    there = keys | {"offload.optimizer": "device"}
+    plain = run_steps(make_run(tmp_path, **there), 10, quick=quick)
+    state = run_steps(make_run(tmp_path, **ON_HOST | keys), 10, quick=quick)
     for (path, ours), (_, theirs) in zip(
         leaves_by_path(state.params) + leaves_by_path(state.opt_state),
         leaves_by_path(plain.params) + leaves_by_path(plain.opt_state),
@@ -147,34 +147,34 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 def test_parameters_on_the_host_change_nothing(tmp_path: Path, layout: str) -> None:
     """Each layer comes for its forward and again for its backward; 10 steps are the same."""
     keys = (PARAMETERS | MORE_PARAMETERS)[layout]
-    here = {key: "device" for key in ALL_ON_HOST if key.startswith("offload.")}
-    plain = run_steps(make_run(tmp_path, **ALL_ON_HOST | keys | here), 10)
-    run = make_run(tmp_path, **ALL_ON_HOST | keys)
-    state = run_steps(run, 10)
+    quick = layout in PARAMETERS
+    plain = run_steps(make_run(tmp_path, **ALL_ON_HOST | keys | ON_DEVICE), 10, quick=quick)
+    state = run_steps(make_run(tmp_path, **ALL_ON_HOST | keys), 10, quick=quick)
     assert_equal(state, plain)
     places = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params["layers"])}
     assert places == ({HOST, "device"} if layout == "half of it" else {HOST})
     assert all(x.sharding.memory_kind != HOST for x in jax.tree.leaves(state.params["embedding"]))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "zero 1, bfloat16, clipped",
-        *(
-            pytest.param(layout, marks=pytest.mark.campaign)
-            for layout in (*LAYOUTS, "zero 0, clipped", *PARAMETERS)
-        ),
-    ],
-)
+BY_HOST: dict[str, dict[str, Any]] = {
+    "zero 1, bfloat16, clipped": {
+        "sharding.zero": 1,
+        "train.precision": "bfloat16",
+        "optimizer.clip_norm": 0.1,
+    },
+    "zero 0, clipped": MORE["zero 0, clipped"],
+    **LAYOUTS,
+    **PARAMETERS,
+}
+
+
+@pytest.mark.parametrize("layout", shortened(BY_HOST, PARAMETERS.__contains__))
 def test_the_host_computes_the_update(tmp_path: Path, layout: str) -> None:
     """Masters and moments do not move; the host's arithmetic may round otherwise."""
-    first = {"sharding.zero": 1, "train.precision": "bfloat16", "optimizer.clip_norm": 0.1}
-    keys = (ALL_ON_HOST if layout in PARAMETERS else ON_HOST) | (
-        {"zero 1, bfloat16, clipped": first} | LAYOUTS | MORE | PARAMETERS
-    )[layout]
+    quick = layout in PARAMETERS
+    keys = (ALL_ON_HOST if quick else ON_HOST) | BY_HOST[layout]
     theirs, ours = (
-        run_steps(make_run(tmp_path, **keys, **{"offload.update": update}), 10)
+        run_steps(make_run(tmp_path, **keys, **{"offload.update": update}), 10, quick=quick)
         for update in ("device", "host")
     )
     for (path, one), (_, other) in zip(
@@ -238,9 +238,10 @@ def test_activations_on_the_host_change_nothing(
     tmp_path: Path, layout: dict[str, Any], kept: str
 ) -> None:
     """The backward reads what the forward has kept, wherever that was meanwhile."""
+    keys = layout | {"model.layer_loop": "scan"}
     ours, theirs = (
-        run_steps(make_run(tmp_path, **layout | {"model.layer_loop": "scan", "train.remat": p}), 3)
-        for p in (kept, all_on_device(kept))
+        run_steps(make_run(tmp_path, **keys, **{"train.remat": policy}), 3, quick=True)
+        for policy in (kept, all_on_device(kept))
     )
     assert_equal(ours, theirs)
 
@@ -269,9 +270,9 @@ def test_other_optimizers_see_each_layer_alone(tmp_path: Path, name: str) -> Non
 
 def test_a_checkpoint_goes_between_host_and_device(tmp_path: Path) -> None:
     """Saved from the host and restored to it, to the device, and back: the same 12 steps."""
-    keys = MORE["zero 2, bfloat16"]
-    offloaded, plain = make_run(tmp_path, **keys, **ON_HOST), make_run(tmp_path, **keys)
-    on_host, here = stepper(offloaded), stepper(plain)
+    keys = ALL_ON_HOST | PARAMETERS["zero 3, 4 microbatches, clipped"]
+    offloaded, plain = make_run(tmp_path, **keys), make_run(tmp_path, **keys | ON_DEVICE)
+    on_host, here = stepper(offloaded, quick=True), stepper(plain, quick=True)
     want = here(plain.init(), 0, 12)
     with Checkpointer(tmp_path / "saved", keep=2) as checkpoints:
         checkpoints.save(4, on_host(offloaded.init(), 0, 4), {})

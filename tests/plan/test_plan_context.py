@@ -117,16 +117,16 @@ def test_products_that_the_program_should_have(
 
 
 def test_a_search_shares_sequences_if_the_config_does() -> None:
-    """Of one sequence a step, eight devices can only share the sequence, or the model."""
-    changes = {"data.batch_size": 1, "mesh.context": 8, "data.sequence_length": 65536}
+    """Of one sequence a step, four devices can only share the sequence, or the model."""
+    changes = {"data.batch_size": 1, "mesh.context": 4, "data.sequence_length": 65536}
     config = load_config(BASE, changes)
     workload = make_workload(config, VOCAB, "gpu")
-    cluster, own = parse_cluster("h100:1x8"), layout_of(config, 8)
-    assert own.context == 8
+    cluster, own = parse_cluster("h100:1x4"), layout_of(config, 4)
+    assert own.context == 4
     found = search(workload, cluster, own=own, keep=40).best
     assert own in [candidate.layout for candidate in found]
     assert found[0].layout.context > 1
-    assert all(math.prod(c.layout.degrees.values()) == 8 for c in found)
+    assert all(math.prod(c.layout.degrees.values()) == 4 for c in found)
     others = search(workload, cluster, keep=40)
     assert {c.layout.context for c in others.best} <= {1}
 
