@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.interop.hf_config import FAMILIES
@@ -63,6 +63,7 @@ def whole(own: Parameter) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("family", "path"), ROWS)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_every_piece_of_every_row(family: str, path: str, data: st.DataObject) -> None:
     """What is taken apart and put together again is the same, also piece by piece."""

@@ -11,8 +11,8 @@ DP8 = (("data", 8),)
 DP24 = (("replica", 2), ("data", 4))
 CASES = [
     Case(DP8, placement="rows", zero=3, microbatches=2),
-    Case(DP24, placement="columns", zero=1),
-    Case(DP8, placement="tables", zero=2),
+    pytest.param(Case(DP24, placement="columns", zero=1), marks=pytest.mark.campaign),
+    pytest.param(Case(DP8, placement="tables", zero=2), marks=pytest.mark.campaign),
     Case(DP8, placement="auto", model="two_tower"),
 ]
 MORE = [

@@ -49,6 +49,7 @@ def test_layout_equals_one_device_in_float32() -> None:
     assert result.equal, result
 
 
+@pytest.mark.campaign
 def test_per_replica_is_another_run_on_every_mesh() -> None:
     """As with DistributedDataParallel: 8 devices normalise by 2 images each."""
     result = difference(Case(DP8, statistics="per_replica"))
