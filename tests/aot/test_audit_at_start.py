@@ -58,6 +58,7 @@ def checked(**changes: Any) -> str:
     return compile_for(TARGET, {"step": Job(lower, (config,))})["step"].text
 
 
+@pytest.mark.campaign
 def test_a_good_layout_goes_on() -> None:
     said = checked(sharding__zero=3, mesh__tensor=2)
     assert said.startswith(f"{WORDS}audit: ")

@@ -74,6 +74,7 @@ def test_gathers_of_zero_3_are_hidden() -> None:
     assert shares(*SHORT)[3]["all-gather"] >= 0.75
 
 
+@pytest.mark.campaign
 def test_flags_and_the_layer_apart_are_what_hides_them() -> None:
     """Without `train.overlap` less of the same gradients is hidden."""
     alone = shares(1, overlap=False)[1]["reduce-scatter"]
