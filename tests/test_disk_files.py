@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,22 @@ def test_rows_are_what_was_written_in_whatever_order(
         np.testing.assert_array_equal(files.read(GROUP, 0, row, 2)[1], values(row, 1)[1])
     files.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_devices_write_at_the_same_time_is_all_counted(tmp_path: Path) -> None:
+    files, often, row = DiskFiles(tmp_path), 200, values(0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as devices:
+            for device in range(4):
+                devices.submit(
+                    lambda on: [files.write(GROUP, on, 0, row) for _ in range(often)], device
+                )
+    finally:
+        sys.setswitchinterval(before)
+    assert files.written_bytes == 4 * often * GROUP.nbytes
+    files.close()
 
 
 def test_another_version_is_an_error(tmp_path: Path) -> None:

@@ -189,7 +189,8 @@ class DiskFiles:
         for view, array in zip(group.views(buffer), arrays, strict=True):
             view[...] = array
         rows.versions[row] += 1
-        self.written_bytes += group.nbytes
+        with self._lock:  # devices write at the same time
+            self.written_bytes += group.nbytes
         rows.writing[row] = self._begin(self._put, rows, row, buffer)
         return rows.versions[row]
 
@@ -345,7 +346,8 @@ class DiskFiles:
 
     def _get(self, rows: _Rows, row: int, buffer: mmap.mmap) -> None:
         self._preadv(rows.file, buffer, row * rows.group.nbytes)
-        self.read_bytes += rows.group.nbytes
+        with self._lock:
+            self.read_bytes += rows.group.nbytes
 
     def _pwrite(self, file: int, buffer: mmap.mmap, start: int) -> None:
         for part, at in _parts(buffer):
