@@ -153,7 +153,6 @@ def test_optimizer_equals_one_device(case: Case) -> None:
     assert result.equal, result
 
 
-@pytest.mark.smoke312
 def test_float32_is_within_its_bound() -> None:
     case = Case(mesh="4x2", zero=1, microbatches=2, dropout=0.2, precision="float32")
     result = difference(case)
