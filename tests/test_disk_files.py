@@ -63,14 +63,16 @@ def test_rows_are_what_was_written_in_whatever_order(
 
 def test_what_devices_write_at_the_same_time_is_all_counted(tmp_path: Path) -> None:
     files, often, row = DiskFiles(tmp_path), 200, values(0)
+
+    def write(device: int) -> None:
+        for _ in range(often):
+            files.write(GROUP, device, 0, row)
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as devices:
-            for device in range(4):
-                devices.submit(
-                    lambda on: [files.write(GROUP, on, 0, row) for _ in range(often)], device
-                )
+            list(devices.map(write, range(4)))
     finally:
         sys.setswitchinterval(before)
     assert files.written_bytes == 4 * often * GROUP.nbytes

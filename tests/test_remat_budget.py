@@ -104,16 +104,8 @@ def test_a_run_says_what_it_has_chosen_and_keeps_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
     flags = ["--data.path", "text.txt", "--run.steps", "2", "--run.dir", "run"]
-    flags += [
-        "--eval.steps",
-        "0",
-        "--eval.sample_tokens",
-        "0",
-        "--model.num_layers",
-        "2",
-        "--checkpoint.every",
-        "1",
-    ]
+    flags += ["--eval.steps", "0", "--eval.sample_tokens", "0", "--model.num_layers", "2"]
+    flags += ["--checkpoint.every", "1"]
     budget = ["--train.remat", "budget", "--train.memory_budget"]
     assert cli.main(["train", "quickstart", *flags, *budget, "1GiB", "--run.stop_at", "1"]) == 0
     assert "train.remat is none: " in capsys.readouterr().err

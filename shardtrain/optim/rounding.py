@@ -80,7 +80,7 @@ class Stochastic:
     def _keys(self, key: jax.Array, tree: PyTree, like: PyTree, rows: Any) -> dict[str, jax.Array]:
         """A key for each leaf that is narrowed; of one that holds layers, [layer].
 
-        Made together: compiled one by one, they take longer than all else of an update.
+        Made together: one by one, they are two fifths of what it takes to compile an update.
         """
         pairs = zip(leaves_by_path(tree), leaves_by_path(like), strict=True)
         leaves = {name: x for (name, x), (_, old) in pairs if _is_narrowed(x, old)}
@@ -89,7 +89,8 @@ class Stochastic:
         fold = jax.random.fold_in
         sums = jnp.asarray([zlib.crc32(name.encode()) for name in leaves], jnp.uint32)
         keys = dict(zip(leaves, jax.vmap(fold, (None, 0))(key, sums), strict=True))
-        of_layers = [name for name in leaves if name in self.stacked()]
+        stacked = self.stacked()
+        of_layers = [name for name in leaves if name in stacked]
         if of_layers:
             (count,) = {leaves[name].shape[0] for name in of_layers}
             places = jnp.arange(count) if rows is None else rows

@@ -12,6 +12,7 @@ from fault_programs import program, put, text
 from shardtrain.checkpoint.checkpointer import Checkpointer
 from shardtrain.sharding.placement import leaves_by_path
 from shardtrain.train.build import Program
+from tests.rows import shortened
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 LEAST: dict[str, float] = {
@@ -38,18 +39,9 @@ RESTS = {
 }
 """What parameters, masters and moments rest in."""
 ELSEWHERE = {"params=float32,compute=bfloat16", "bfloat16,reduce=float32", "fp8_delayed"}
-SHORT = {*LEAST} - ELSEWHERE
-CASES = [
-    pytest.param(
-        precision,
-        zero,
-        # By default each precision with a name, and the mix with most words, at one stage.
-        marks=() if zero == number % 4 and precision in SHORT else pytest.mark.campaign,
-    )
-    for number, precision in enumerate(LEAST)
-    for zero in range(4)
-    if "reduce" not in precision or zero <= 1
-]
+SHORT = {(p, number % 4) for number, p in enumerate(LEAST) if p not in ELSEWHERE}
+"""By default each precision with a name, and the mix with most words, at one stage."""
+CASES = [(p, zero) for p in LEAST for zero in range(4) if "reduce" not in p or zero <= 1]
 
 
 def made(precision: str, zero: int = 0, **others: Any) -> Program:
@@ -84,7 +76,7 @@ def right() -> Any:
     return jax.device_get(of.step_with_gradients(of.init(), put(of, text()))[2])
 
 
-@pytest.mark.parametrize(("precision", "zero"), CASES)
+@pytest.mark.parametrize(("precision", "zero"), shortened(CASES, SHORT.__contains__))
 def test_first_direction_dtypes_and_resume(
     precision: str, zero: int, right: Any, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Ring and Ulysses against the attention of one device: values, gradients, and bytes."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from shardtrain.ops.position import rotary
 from shardtrain.sharding.mesh import make_mesh
 from shardtrain.sharding.rules import Active, compute_table, mapped_over, use_rules
 from shardtrain.strategies.zigzag import make_zigzag
+from tests.rows import shortened
 
 TABLE = compute_table()
 BATCH, LENGTH, KV_HEADS, GROUP, HEAD_DIM = 4, 48, 4, 2, 6
@@ -107,17 +109,10 @@ def assert_near(got, want, bound=1e-12):
 MESHES = {"c2": {"context": 2, "data": 4}, "c4 t2": {"context": 4, "tensor": 2}}
 
 
-CASES = [
-    # By default each kind by each way on one mesh, and all kinds together on the other.
-    pytest.param(
-        mesh, kind, marks=() if (mesh == "c2") == (kind == "all") else pytest.mark.campaign
-    )
-    for mesh in MESHES
-    for kind in KINDS
-]
+SHORT = {("c2", "all"), *(("c4 t2", kind) for kind in KINDS if kind != "all")}
 
 
-@pytest.mark.parametrize(("mesh", "kind"), CASES)
+@pytest.mark.parametrize(("mesh", "kind"), shortened(product(MESHES, KINDS), SHORT.__contains__))
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_equals_one_device(way, mesh, kind):
     degrees = {"data": 1} | MESHES[mesh]

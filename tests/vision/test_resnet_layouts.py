@@ -10,12 +10,13 @@ from shardtrain import commands
 from shardtrain.config import load_config
 from shardtrain.errors import ConfigError
 from shardtrain.verify.compare import BOUNDS, Comparison, compare
+from tests.rows import shortened
 
 DP8 = (("data", 8),)
 # One image a device: where XLA would partition a mapped gradient wrongly.
-CASE = Case(DP8, zero=1, microbatches=2, statistics="microbatch")
+SHORT = Case(DP8, zero=1, microbatches=2, statistics="microbatch")
+CASES = [Case(DP8), SHORT]
 MORE = [
-    Case(DP8),
     Case(DP8, zero=1),
     Case((("replica", 2), ("data", 4)), zero=3),
     Case(DP8, zero=2, microbatches=2, statistics="microbatch"),
@@ -29,9 +30,10 @@ def difference(case: Case) -> Comparison:
         return compare(subject(case), subject(case.on_one_device()), steps=2, bound=bound)
 
 
-def test_layout_equals_one_device() -> None:
+@pytest.mark.parametrize("case", shortened(CASES, SHORT.__eq__), ids=str)
+def test_layout_equals_one_device(case: Case) -> None:
     """Loss, gradients, updated parameters, statistics of batch norm and averages."""
-    result = difference(CASE)
+    result = difference(case)
     assert result.equal, result
     assert {path.split("/")[0] for path in result.kept} == {"statistics", "ema"}
 
