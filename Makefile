@@ -19,6 +19,7 @@ TEST := $(VENV)/.test
 
 train: $(CORE)
 	$(BIN)/shardtrain train $(ARGS)
+	@echo "more: . $(BIN)/activate; shardtrain --help"
 
 test: $(TEST)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)

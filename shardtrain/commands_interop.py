@@ -181,7 +181,7 @@ def export_weights(config: RunConfig, *, out: str, dtype: str, json: bool) -> in
         return 0
     console = make_console()
     if TOKENIZER_FILE not in written:
-        words = f'data.tokenizer="{config.data.tokenizer}" is no file, so there is none here'
+        words = f'no tokenizer.json is written: data.tokenizer="{config.data.tokenizer}" is no file'
         console.print(f"note: {words}", markup=False, soft_wrap=True)
     console.print(
         f"step {step} as {family.model_type}, {count:,} parameters: {target}",

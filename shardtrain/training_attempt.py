@@ -456,7 +456,7 @@ class Attempt:
                 value=f"parameters hold nothing of it; its samples are in {path}",
                 allowed=f"newest checkpoint: {self.checkpoints.latest() or 'none'}",
                 cure="look at those samples; the same command meets them again, unless "
-                'guard.bad_numbers is "skip" or it, or guard.spikes, is "rollback"',
+                'guard.bad_numbers is "skip" or "rollback", or guard.spikes is "rollback"',
             )
         self._rollbacks += 1
         self.phases.enter("restore")

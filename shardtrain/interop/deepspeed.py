@@ -18,6 +18,8 @@ _AUTO: Final = "auto"
 _IS_AUTO: Final = '"auto" is filled in by the program that starts DeepSpeed: give the number'
 _OPTIMIZERS: Final = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon"}
 _BETAS: Final = {"lion": [0.9, 0.99]}
+_MAX_LR: Final = 0.001
+"""What `warmup_max_lr` is where it is not given."""
 _TRACKERS: Final = ("tensorboard", "wandb")
 
 
@@ -292,8 +294,13 @@ def _scheduler(part: _Reader) -> None:
         start = values.take("warmup_min_ratio", (int, float), 0.0)
     else:
         start = values.take("warmup_min_lr", (int, float), 0.0)
-        peak = values.take("warmup_max_lr", (int, float), 0.001)
-        put("optimizer.learning_rate", float(peak))
+        peak = values.take("warmup_max_lr", (int, float))
+        rate = part.mapped.sections.get("optimizer", {}).get("learning_rate")
+        if peak is None and rate not in (None, _MAX_LR):
+            part.mapped.leave(
+                "optimizer.params.lr", f"{kind} puts its warmup_max_lr in place of it"
+            )
+        put("optimizer.learning_rate", float(_MAX_LR if peak is None else peak))
     if start:
         name = "warmup_min_ratio" if kind == "WarmupCosineLR" else "warmup_min_lr"
         part.mapped.leave(values.path + name, "the rise begins at 0 here")

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from shardtrain.ops.attention_blocks import (
+    MASKED,
     flat,
     heads_first,
     hidden,
@@ -28,6 +30,7 @@ from shardtrain.ops.attention_blocks import (
 )
 from shardtrain.ops.dense import phrasing, transposed
 from shardtrain.ops.dropout import Thinning, mask_of, thinned
+from shardtrain.ops.platform import platform
 from shardtrain.ops.ring_attention import ring_attention
 from shardtrain.ops.split_attention import context_degree
 from shardtrain.ops.ulysses import ulysses
@@ -76,7 +79,7 @@ def attention(
         return _cudnn(q, k, v, segments, alibi, causal)
     how = phrasing()
     block = BLOCK if causal and how.flatten else q.shape[1]
-    static = Static(block, causal, how.canonical)
+    static = Static(block, causal, how.canonical, platform() != "cpu")
     return _attention(static, q, k, v, segments, alibi, thinning)
 
 
@@ -114,6 +117,9 @@ class Static(NamedTuple):
     block: int
     causal: bool
     canonical: bool
+    anew: bool
+    """Make masks and biases in each layer anew. They are the same in all, so jax would make them
+    before the first one and keep them: as large as the scores, to be read in every layer."""
 
 
 class Saved(NamedTuple):
@@ -160,7 +166,11 @@ def _forward(
         part = q[..., start:stop, :]
         scores = product(part, k[..., :end, :], 4, 3) * q.shape[-1] ** -0.5
         at = _along(2, start, stop), _along(3, 0, end)
-        scores = _hidden(static, at, segments, slopes, scores)
+        masked = jnp.asarray(MASKED, scores.dtype)
+        if static.anew:
+            scores, *hiding = lax.optimization_barrier((scores, at, segments, slopes, masked))
+            at, segments, slopes, masked = hiding
+        scores = _hidden(static, at, segments, slopes, scores, masked)
         mask = mask_of(thinning, *at, scores.shape)
         mixed, log_sum = softmax(scores, v[..., :end, :], mask)
         outs.append(mixed.astype(q.dtype))
@@ -281,10 +291,11 @@ def _hidden(
     segments: jax.Array | None,
     slopes: jax.Array | None,
     scores: jax.Array,
+    masked: jax.Array | float = MASKED,
 ) -> jax.Array:
     """Scores with ALiBi, and without the keys at these places that these rows may not see."""
     documents = None if segments is None else (segments[:, at[0]], segments[:, at[1]])
-    return hidden(scores, *at, documents, slopes, causal=static.causal)
+    return hidden(scores, *at, documents, slopes, causal=static.causal, masked=masked)
 
 
 def _cudnn(

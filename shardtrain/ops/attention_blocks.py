@@ -67,6 +67,7 @@ def hidden(
     slopes: jax.Array | None,
     *,
     causal: bool,
+    masked: jax.Array | float = MASKED,
 ) -> jax.Array:
     """Applies ALiBi to scores and hides the keys that a row may not see.
 
@@ -77,15 +78,16 @@ def hidden(
         documents: those of the rows and of the keys, with the dims of `scores`.
         slopes: with the dims of `scores` after `batch`.
         causal: whether a row sees only keys at its own place and before.
+        masked: score of what is hidden.
     """
     if slopes is not None:
         bias = slopes.astype(scores.dtype) * jnp.abs(rows - keys).astype(scores.dtype)
         scores -= jnp.broadcast_to(bias, scores.shape)
     if causal:
-        scores = jnp.where(jnp.broadcast_to(rows >= keys, scores.shape), scores, MASKED)
+        scores = jnp.where(jnp.broadcast_to(rows >= keys, scores.shape), scores, masked)
     if documents is not None:
         same = documents[0] == documents[1]
-        scores = jnp.where(jnp.broadcast_to(same, scores.shape), scores, MASKED)
+        scores = jnp.where(jnp.broadcast_to(same, scores.shape), scores, masked)
     return scores
 
 

@@ -118,6 +118,8 @@ def _backward(static: Static, saved: Saved, g: Pair) -> tuple[jax.Array, jax.Arr
             check_vma=False,
         )
     dx, parts = run(*saved, *g)
+    # Narrow before the backward goes on, or XLA would keep the wide sum until all else is done.
+    dx, parts = lax.optimization_barrier((dx, parts))
     # A product, and in the gradient's dtype: see `embedding`.
     ones = jnp.ones(parts.shape[0], parts.dtype)
     precision = jax.lax.Precision.HIGHEST

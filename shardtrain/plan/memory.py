@@ -6,11 +6,12 @@ what a layer keeps (`pieces`), slots of a pipeline (`strategies.schedules`): all
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 import jax.numpy as jnp
 
 from shardtrain.plan.resting import State
+from shardtrain.plan.work import Work
 from shardtrain.plan.workload import Layout, Workload
 from shardtrain.sharding.disk_files import BUFFERS
 
@@ -155,12 +156,25 @@ def _in_a_row(workload: Workload, layout: Layout, state: State) -> _Held:
     # The layer in work and the one that comes; the gradient above is that of one more. Weights that
     # are frozen are done with so early that the next ones take their place.
     work += (2 if workload.updates_away else 1) * state.away / layers
-    head = (pieces.head.peak - pieces.head_sums) * samples + pieces.head_sums
-    head += narrow * weights.ends if layout.zero >= 3 else 0.0
-    # Gradients of the layers are made after the head is done with its scores.
-    if head > made + work:
-        return _Held(sums, activations, head, 0.0)
-    return _Held(sums + made, activations, 0.0, work)
+    # With several microbatches the ends are gathered once, before the first.
+    ends = narrow * weights.ends if layout.zero >= 3 and layout.microbatches > 1 else 0.0
+    head = _of_samples(pieces.head, pieces.head_sums, samples)
+    head += pieces.head_weights if layout.zero >= 3 and not ends else 0.0
+    # In the end the embedding's gradient is summed up; the others may not have been sent yet.
+    embed = _of_samples(pieces.embed, pieces.embed_sums, samples)
+    embed += narrow * entries.ends if layout.zero >= 1 else 0.0
+    return max(
+        # Gradients of the layers are made after the head is done with its scores.
+        _Held(sums, activations, head, ends),
+        _Held(sums + made, activations, 0.0, ends + work),
+        _Held(sums + made, 0.0, 0.0, ends + embed),
+        key=lambda held: math.fsum(astuple(held)),
+    )
+
+
+def _of_samples(work: Work, fixed: float, samples: int) -> float:
+    """The peak of so many samples, of which a part is that of one."""
+    return (work.peak - fixed) * samples + fixed
 
 
 def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
@@ -182,10 +196,11 @@ def _in_pipeline(workload: Workload, layout: Layout, state: State) -> _Held:
     work = max(pieces.layer.backward.peak, pieces.layer.forward.peak) * samples
     work += narrow * entries.layers / places
     work += narrow * weights.layers / places if layout.zero >= 3 else 0.0
-    head = (pieces.head.peak - pieces.head_sums + 2 * pieces.activation) * samples
-    head += pieces.head_sums + narrow * weights.ends
-    if head > work:
-        return _Held(sums, activations, head, 0.0)
+    head = _of_samples(pieces.head, pieces.head_sums, samples) + 2 * pieces.activation * samples
+    head += pieces.head_weights
+    embed = _of_samples(pieces.embed, pieces.embed_sums, samples) + narrow * entries.ends
+    if max(head, embed) > work:
+        return _Held(sums, activations, max(head, embed), 0.0)
     return _Held(sums, activations, 0.0, work)
 
 

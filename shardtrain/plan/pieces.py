@@ -8,13 +8,14 @@ columns and the tokens that one device has.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
 
 from shardtrain.data.language import blank_batch
 from shardtrain.plan.work import Work, trace, work_of
@@ -51,8 +52,12 @@ class Pieces:
     layer: Layer
     embed: Work
     """Forward and backward."""
+    embed_sums: float
+    """Bytes of the embedding's peak that are the same for any number of samples: its gradient."""
     head: Work
     """The loss and its gradient."""
+    head_weights: int
+    """Bytes of the weights that it reads."""
     head_sums: float
     """Bytes of the head's peak that are the same for any number of samples: sums over chunks."""
     activation: int
@@ -107,10 +112,6 @@ def trace_pieces(program: Program, shapes: Shapes, policy: str) -> Pieces:
 
 def _traced(cut: Cut, trained: PyTree, frozen: PyTree, shapes: Shapes, policy: str) -> Pieces:
     params = joined(trained, frozen)
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
-        blank_batch(1, shapes.length, separate_documents=shapes.separate_documents),
-    )
     key = jax.eval_shape(lambda: jax.random.key(0)) if shapes.dropout else None
 
     def context_of(params: PyTree, batch: PyTree, key: Any) -> PyTree:
@@ -119,9 +120,18 @@ def _traced(cut: Cut, trained: PyTree, frozen: PyTree, shapes: Shapes, policy: s
     def embedded(params: PyTree, batch: PyTree, context: PyTree) -> PyTree:
         return cut.embed(params, batch, context)
 
-    # Functions of their own: jax remembers shapes by function, and these depend on the rules.
-    context = jax.eval_shape(context_of, params, batch, key)
-    x = jax.eval_shape(embedded, params, batch, context)
+    def inputs(samples: int) -> tuple[PyTree, PyTree, Any]:
+        """A batch of so many samples, its context, and its activations."""
+        batch = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+            blank_batch(samples, shapes.length, separate_documents=shapes.separate_documents),
+        )
+        # Functions of their own: jax remembers shapes by function, and these depend on the rules.
+        context = jax.eval_shape(context_of, params, batch, key)
+        return batch, context, jax.eval_shape(embedded, params, batch, context)
+
+    one, two = inputs(1), inputs(2)
+    _, context, x = one
     weights = tuple(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
         for layers in (trained[LAYERS], frozen[LAYERS] if frozen else ())
@@ -144,16 +154,19 @@ def _traced(cut: Cut, trained: PyTree, frozen: PyTree, shapes: Shapes, policy: s
 
         return jax.value_and_grad(loss, argnums=(0, 1))(ends, x)
 
-    head_work = work_of(trace(head, ends, fixed, x, batch))
-    two = work_of(trace(head, ends, fixed, *jax.tree.map(_doubled, (x, batch))))
+    embeds = [work_of(trace(embed, ends, fixed, *of)) for of in (one, two)]
+    heads = [trace(head, ends, fixed, x, batch) for batch, _, x in (one, two)]
+    head_works = [work_of(head) for head in heads]
     return Pieces(
         layer=_layer(remat(policy)(cut.layer), weights, x, context, shapes.split),
-        embed=work_of(trace(embed, ends, fixed, batch, context, x)),
-        head=head_work,
-        head_sums=max(2 * head_work.peak - two.peak, 0.0),
+        embed=embeds[0],
+        embed_sums=_fixed_part(embeds),
+        head=head_works[0],
+        head_weights=_read(heads[0], len(jax.tree.leaves((ends, fixed)))),
+        head_sums=_fixed_part(head_works),
         activation=nbytes(x),
         whole_activation=nbytes(x) // x.shape[1] * shapes.length,
-        logits=4 * head_work.products[0].rows * head_work.products[0].columns,
+        logits=4 * head_works[0].products[0].rows * head_works[0].products[0].columns,
     )
 
 
@@ -183,9 +196,16 @@ def _layer(
     )
 
 
-def _doubled(a: Any) -> jax.ShapeDtypeStruct:
-    """The shape of twice the samples."""
-    return jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
+def _fixed_part(works: Sequence[Work]) -> float:
+    """What of a peak is the same for one sample and for two."""
+    one, two = works
+    return max(2 * one.peak - two.peak, 0.0)
+
+
+def _read(closed: ClosedJaxpr, first: int) -> int:
+    """Bytes of the first inputs of a function, as far as it reads them."""
+    used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    return sum(nbytes(v.aval) for v in closed.jaxpr.invars[:first] if v in used)
 
 
 def nbytes(leaf: Any) -> int:

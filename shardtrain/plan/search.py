@@ -338,7 +338,7 @@ def slower(found: Candidate, first: Candidate) -> str:
         )
     again, less = (c.cost.flops / c.cost.model_flops - 1 for c in (found, first))
     if worst == "products" and again > less:
-        return f"{by}{again:.0%} more FLOPs than the model's are made again, there {less:.0%}"
+        return f"{by}{again:.0%} of the model's FLOPs are made again, in the best {less:.0%}"
     return f"{by}{_WORDS[worst]} take {share:.0%} of the step"
 
 

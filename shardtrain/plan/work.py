@@ -148,6 +148,7 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
         # What a turn hands on is in the next one's place only if it was changed there.
         handed_on = {"scan", "dynamic_update_slice"}
         outputs = {v for eqn in eqns if eqn.primitive.name in handed_on for v in eqn.outvars}
+        outputs |= _added_up(closed)
     peak = _peak(closed, made_at, read_at, peaks, outputs)
     return Work(tuple(products), product_bytes, other_bytes, peak)
 
@@ -159,6 +160,21 @@ def _turn(eqn: Any) -> Work | None:
     if eqn.primitive.name != "scan":
         return None
     return work_of(traced.inline(eqn.params["jaxpr"], *_CALLS), in_loop=True)
+
+
+def _added_up(closed: ClosedJaxpr) -> set[Var]:
+    """Results of a turn of a loop that are one of its inputs and something more: in its place."""
+    made_by = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+    results = (v for v in closed.jaxpr.outvars if v in made_by)
+    return {
+        result
+        for result in results
+        if made_by[result].primitive.name in ("add", "add_any")
+        and any(
+            v in closed.jaxpr.invars and _bytes(v) == _bytes(result)
+            for v in _variables(made_by[result])
+        )
+    }
 
 
 def _materialised(closed: ClosedJaxpr) -> set[Var]:

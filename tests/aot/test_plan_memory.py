@@ -48,6 +48,10 @@ CHANGES = {
     # sequences that are shared out, without loss chunks
     "context 4 x tensor 2": {"mesh.context": 4, "mesh.tensor": 2, "mesh.data": 1},
     "context 4 x data 2, zero 3": {"mesh.context": 4, "mesh.data": 2, "sharding.zero": 3},
+    "context 8, loss in 16 chunks": {
+        **{"mesh.context": 8, "mesh.data": 1, "data.batch_size": 4, "sharding.zero": 3},
+        **{"task.loss_chunks": 16, "train.remat": "full", "model.tied": False},
+    },
     "pipeline 2 x context 4": {"mesh.pipeline": 2, "mesh.context": 4, "mesh.data": 1},
     "adapters, base on the host": {
         **{"lora.rank": 16, "offload.parameters": "host", "mesh.data": 8, "data.batch_size": 32},

@@ -214,6 +214,24 @@ def test_every_key_is_mapped_or_listed() -> None:
             ["scheduler.params.warmup_type"],
         ),
         (
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": 3e-4}},
+                "scheduler": {"type": "WarmupLR"},
+            },
+            0,
+            {
+                "optimizer": {
+                    "name": "adamw",
+                    "learning_rate": 0.001,
+                    "beta2": 0.999,
+                    "weight_decay": 0,
+                    "schedule": "constant",
+                    "warmup_steps": 1000,
+                }
+            },
+            ["optimizer.params.lr", "scheduler.params.warmup_type"],
+        ),
+        (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}},
             0,
             {},

@@ -13,7 +13,7 @@ from shardtrain.ops.attention import attention, split_groups
 from shardtrain.ops.dense import Phrasing
 from shardtrain.ops.dropout import mask_of, sample_keys, thinned, thinning
 from shardtrain.sharding.mesh import make_mesh
-from shardtrain.sharding.rules import compute_table, use_rules
+from shardtrain.sharding.rules import compute_table, one_of_many, use_rules
 
 
 @pytest.fixture(autouse=True)
@@ -249,3 +249,23 @@ def test_on_a_mesh(dtype, bound, monkeypatch):
     assert_near(got, want, bound)
     assert "all-gather" not in text
     assert "all-reduce" not in text
+
+
+@pytest.mark.parametrize(("platform", "hoisted"), [("cuda", False), ("cpu", True)])
+def test_no_mask_is_made_before_the_layers_and_kept(platform: str, hoisted: bool) -> None:
+    """It would be as large as the scores. On a CPU rows are cut into blocks, and it is."""
+    length, heads = 64, 2
+    q = jax.ShapeDtypeStruct((1, length, heads, 1, 8), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(x: jax.Array, segments: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            k = x[..., 0, :]
+            return attention(x, k, k, segments=segments, alibi=jnp.ones((heads, 1))), None
+
+        return jax.lax.scan(layer, x, None, length=3)[0].astype(jnp.float32).sum()
+
+    with one_of_many(platform, {"length": length}):
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(q, segments)
+    outside = [v.aval.size for e in jaxpr.eqns if e.primitive.name != "scan" for v in e.outvars]
+    assert (max(outside) >= heads * length**2) == hoisted

@@ -147,7 +147,7 @@ def test_the_timeline_has_the_width_of_the_terminal(sizes: tuple, width: int) ->
     lines = draw(timeline, width)
     assert {len(line.plain) for line in lines} == {max(width, 10)}
     assert all(re.fullmatch(r"stage \d  [FBW\d.-]+", line.plain) for line in lines)
-    assert legend(timeline).plain.endswith(". waits")
+    assert legend(timeline).plain.endswith("- goes on   . waits")
 
 
 @pytest.mark.parametrize("sizes", SCHEDULES)

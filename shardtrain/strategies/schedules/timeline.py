@@ -140,5 +140,6 @@ def legend(timeline: Timeline) -> Text:
             style = Style(color="#000000", bgcolor=timeline.colour(part, virtual))
             line.append(f" {LETTERS[part]}{number} ", style)
         line.append(f" {words[part]}   ")
+    line.append("-", Style(dim=True)).append(" goes on   ")
     line.append(".", Style(dim=True))
     return line.append(" waits")
