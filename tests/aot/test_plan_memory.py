@@ -24,7 +24,7 @@ pytestmark = needs_compiler("plan memory")
 PAGE = runpy.run_path(str(Path(shardtrain.__file__).parents[1] / "docs" / "make_plan_memory.py"))
 ROWS = (
     ("gpt", "data 8"),
-    ("gpt", "data 8, zero 3, 2 microbatches"),  # the one farthest off
+    ("gpt", "data 8, zero 3, 2 microbatches"),  # its ends are gathered once
     ("llama", "data 8, zero 3"),
     ("bloom", "data 2 x tensor 4, zero 2, sequence parallel"),
     ("wide", "data 8, zero 3, 2 microbatches"),
@@ -67,7 +67,7 @@ FURTHER = {
 }
 WITH_LORA = (*ROWS, *((model, f"{layout}, LoRA") for model, layout in LORA))
 FEW = (ROWS[1], ROWS[7], WITH_LORA[-1])
-"""The one farthest off, one of stages and tensor, one of frozen weights; the rest is marked."""
+"""With ends gathered once, of stages and tensor, of frozen weights; the rest is marked."""
 REST = tuple(row for row in WITH_LORA if row not in FEW)
 
 
