@@ -107,6 +107,11 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
     read_at: dict[Var, int] = {}
     peaks: dict[int, float] = {}
     for at, eqn in enumerate(eqns):
+        if eqn.primitive.name == "optimization_barrier":
+            # Each result is its own operand, and reads nothing of the others.
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            reads |= {var: reads.get(v, frozenset()) for var, v in pairs if isinstance(v, Var)}
+            continue
         sources = frozenset[Var]().union(*(reads.get(v, frozenset()) for v in _variables(eqn)))
         inner = _turn(eqn)
         if inner is not None:
@@ -116,13 +121,11 @@ def work_of(closed: ClosedJaxpr, *, in_loop: bool = False) -> Work:
             product_bytes += times * inner.product_bytes
             other_bytes += times * inner.other_bytes
             peaks[at] = inner.peak
-            for var in _variables(eqn):
-                read_at[var] = at
+            read_at |= dict.fromkeys(_variables(eqn), at)
+            made_at |= dict.fromkeys(eqn.outvars, at)
+            reads |= {var: frozenset([var]) for var in eqn.outvars}
+            continue
         for var in eqn.outvars:
-            if inner is not None:
-                reads[var] = frozenset([var])
-                made_at[var] = at
-                continue
             if in_loop and eqn.primitive.name in _IN_PLACE:
                 # A part of an array that the loop carries: read, or written into it, by itself.
                 part = eqn.invars[1] if eqn.primitive.name == "dynamic_update_slice" else var
@@ -165,7 +168,7 @@ def _turn(eqn: Any) -> Work | None:
 def _added_up(closed: ClosedJaxpr) -> set[Var]:
     """Results of a turn of a loop that are one of its inputs and something more: in its place."""
     made_by = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    results = (v for v in closed.jaxpr.outvars if v in made_by)
+    results = (v for v in closed.jaxpr.outvars if isinstance(v, Var) and v in made_by)
     return {
         result
         for result in results

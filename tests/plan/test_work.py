@@ -46,6 +46,26 @@ def test_another_form_of_an_operand_is_no_second_array() -> None:
     assert (work.other_bytes, work.peak) == (0, 0)
 
 
+def test_what_a_barrier_ties_together_is_read_apart() -> None:
+    def function(x: jax.Array, at: jax.Array, table: jax.Array) -> jax.Array:
+        x, at = jax.lax.optimization_barrier((jnp.exp(x), at))
+        return x.sum() + table[at].sum()  # the rows are found without x
+
+    def plain(x: jax.Array, at: jax.Array, table: jax.Array) -> jax.Array:
+        return jnp.exp(x).sum() + table[at].sum()
+
+    shapes = shape(64, 128), jax.ShapeDtypeStruct((4,), jnp.int32), shape(16, 8)
+    assert work_of(trace(function, *shapes)) == work_of(trace(plain, *shapes))
+
+
+def test_a_sum_that_a_loop_carries_is_held_once() -> None:
+    def function(total: jax.Array, xs: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda total, x: (total + x.T @ x, None), total, xs)[0]
+
+    work = work_of(trace(function, shape(16, 16), shape(4, 8, 16)))
+    assert work.peak == 4 * 16 * 16  # the product; the sum is the result
+
+
 def test_what_is_read_last_is_held_till_then() -> None:
     def function(x: jax.Array, w: jax.Array) -> jax.Array:
         first = x @ w
