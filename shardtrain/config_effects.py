@@ -187,12 +187,11 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
             )
     offload = config.offload
     if not words.has_master:
-        if offload.optimizer == offload.parameters == "device" != offload.master:
-            yield "offload.fraction", "nothing is offloaded"
         yield "offload.master", f'train.precision="{config.train.precision}" has no masters'
     if offload.parameters != "device" and sizes["pipeline"] == 1:
         yield "model.layer_loop", f"layers that come from the {offload.parameters} come in a loop"
-    tiers = {offload.optimizer, offload.master, offload.parameters}
+    masters = {offload.master} if words.has_master else set()
+    tiers = {offload.optimizer, offload.parameters, *masters}
     if tiers == {"device"}:
         yield "offload.fraction", "nothing is offloaded"
         yield "offload.update", "nothing is offloaded"
